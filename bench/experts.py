@@ -35,7 +35,7 @@ class ExpertCounter:
         return [(distinct / max(1, steps), expected / max(1, steps)) for steps, distinct, expected in found]
 
     def _count(self, layer: SparseMoe, x: Normed, valid_T: torch.Tensor | None) -> None:
-        num_experts, per_token = layer._moe.num_experts, layer._moe.num_experts_per_tok
+        num_experts, per_token = layer._experts.num_experts, layer._experts.num_chosen
         sums = self.sums.setdefault(id(layer), torch.zeros(3, dtype=torch.float64, device=x.stream_TD.device))
         stream_TD = x.stream_TD.float() + (0 if x.parts_STD is None else x.parts_STD.float().sum(0))
         normed_TD = stream_TD * torch.rsqrt(stream_TD.square().mean(-1, keepdim=True) + x.eps) * x.weight_D.float()

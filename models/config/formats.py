@@ -73,8 +73,8 @@ FORMATS: Mapping[Format, FormatEntry] = {
         "models.weights.grouped:GroupedKind",
         {
             "torch": "models.weights.grouped:TorchGrouped",
-            "portable": "models.kernels.humming:grouped_products",
-            "hopper": "models.kernels.hopper.int4_gemv:hopper_grouped",
+            "portable": "models.kernels.triton.grouped:TritonGrouped",
+            "hopper": "models.kernels.hopper.int4_gemv:HopperGrouped",
         },
         0,
     ),

@@ -80,10 +80,10 @@ class CausalLM(nn.Module):
     def logits(self, hidden_SD: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
         if len(hidden_SD) == 0:
             return hidden_SD.new_empty((0, self.config.text.vocab_size), dtype=torch.float32)
-        matrix_VD, rows = self.lm_head.as_matrix(), RowClass.of(len(hidden_SD))
+        rows = RowClass.of(len(hidden_SD))
         if self.tp.size == 1:
-            return matrix_VD.product_f32(hidden_SD, rows, out_SV)
-        logits_SV = self.tp.all_gather_columns(matrix_VD.product_f32(hidden_SD, rows))
+            return self.lm_head.output.product_f32(hidden_SD, rows, out_SV)
+        logits_SV = self.tp.all_gather_columns(self.lm_head.output.product_f32(hidden_SD, rows))
         return logits_SV if out_SV is None else out_SV.copy_(logits_SV)
 
     def checkpoint_modules(self) -> Iterator[tuple[nn.Module, str]]:

@@ -1,5 +1,7 @@
 """Prediction head with its rotary positions, embedding and output matrix, which a head of the same checkpoint shares with the model."""
 
+from typing import Any
+
 import torch
 
 from models.decoders.batch import HeadTokens
@@ -11,7 +13,7 @@ from models.layers.head import PredictionHead
 from models.layers.linear import VocabParallelEmbedding
 from models.layers.rotary import MRope
 from models.parallel.group import TensorParallel
-from models.weights.matrix import Matrix, storage_of
+from models.weights.matrix import Products, storage_of
 
 ROUNDED = "float8"  # output matrix for `top_tokens`
 
@@ -29,7 +31,7 @@ class HeadPredictor:
     ) -> None:
         self._head, self._rope, self._embedding, self._lm_head = head, rope, embedding, lm_head
         self._tp = tp
-        self._rounded: Matrix | None = None
+        self._rounded: Products[Any] | None = None
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         embedded_TD: torch.Tensor = self._embedding(ids_T)
@@ -45,8 +47,8 @@ class HeadPredictor:
         return hidden_SD
 
     def top_tokens(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        matrix_VD = self._rounded or self._lm_head.as_matrix()
-        return self._tp.all_gather_columns(matrix_VD.product_f32(hidden_SD, RowClass.of(len(hidden_SD)))).argmax(dim=-1)
+        output = self._rounded or self._lm_head.output
+        return self._tp.all_gather_columns(output.product_f32(hidden_SD, RowClass.of(len(hidden_SD)))).argmax(dim=-1)
 
     def round_output_matrix(self) -> None:
         rows, columns = self._lm_head.weight.shape
@@ -54,11 +56,11 @@ class HeadPredictor:
             storage_of(ROUNDED).check(columns, (rows,))
         except ValueError:
             return
-        self._rounded = self._lm_head.as_matrix(ROUNDED)
+        self._rounded = self._lm_head.rounded(ROUNDED)
 
     def finish(self) -> None:
         if self._rounded is not None:
-            self._rounded.storage.quantize_(self._lm_head.weight.data)  # in place: an update has no memory for another one
+            self._rounded.matrix.quantize_(self._lm_head.weight.data)  # in place: an update has no memory for another one
 
 
 class Eagle3Predictor(HeadPredictor):

@@ -2,82 +2,63 @@
 
 import importlib.util
 import json
-import logging
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from models.config.schemes import Scheme
 from models.kernels.ops import Experts
-from models.kernels.stream import Activation, Residual, Rounded, RowClass
+from models.kernels.stream import Activation, RowClass
 from models.kernels.triton.activations import values_of
-from models.kernels.triton.grouped import TritonGrouped
-from models.kernels.triton.products import ExpertGemv, ExpertProducts, TritonProducts
-from models.kernels.triton.routing import SortedChoices
+from models.kernels.triton.moe import weighted_sum
+from models.kernels.triton.products import TritonProducts, triton_products
+from models.kernels.triton.routing import SortedChoices, route, sort
+from models.kernels.triton.text import swiglu
 from models.weights.grouped import STRIPE, Grouped
 from models.weights.layouts import codes_of, packed_columns, packed_rows
 from models.weights.matrix import Stored
-
-logger = logging.getLogger(__name__)
 
 ROWS, COLUMNS = 64, 128  # multiples of its tiles; the library pads rows
 WHOLE_ROWS = 8  # multiple of rows that it writes
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 2048)  # each with the kernel that the library takes for so many; it has 34 for a shape
 SLOTS = (64, 512, 1024, 2048, 4096, 8192, 16_384, 65_536)  # choices of experts, the same
 EVERY = 1 << 30
-NUM_CHECKED, MAX_DIFFERENCE = 3, 0.02  # tokens of the comparison with our kernels, and its relative limit
-
-Key = tuple[Scheme, torch.Size, int]
 
 _compilers = ThreadPoolExecutor(8, "humming")
 
 
-def _compile(config: Any, device: torch.device) -> torch.Tensor:
-    """The library's table of kernels by numbers of tokens."""
-    from humming.kernel.humming import HummingKernel
-    from humming.tune import get_heuristics_config
-
-    with torch.cuda.device(device):
-        ranges: list[list[Any]] = []
-        for last, tokens in zip((0, *TOKENS), TOKENS, strict=False):
-            chosen = get_heuristics_config(config, shape_m=tokens, device=device)
-            if ranges and ranges[-1][2] == chosen:
-                ranges[-1][1] = tokens
-            else:
-                ranges.append([last, tokens, chosen])
-        ranges[-1][1] = EVERY
-        return HummingKernel.prepare_kernels(config.to_str(), None, ranges, device)
-
-
-@cache
-def _kernels(config: Any, device: torch.device) -> "Future[torch.Tensor]":
-    return _compilers.submit(_compile, config, device)
-
-
-class ExpertKernel(NamedTuple):
-    """A kernel for so many choices at most, whose blocks have `rows` of them."""
+class Kernel(NamedTuple):
+    """A kernel for so many choices of experts at most, whose blocks have `rows` of them; or the table of all kernels of a single matrix."""
 
     num_slots: int
     rows: int
-    table: "Future[torch.Tensor]"
+    table: torch.Tensor
 
 
 @cache
-def _expert_kernels(config: Any, device: torch.device) -> tuple[ExpertKernel, ...]:
+def _compiling(config: Any, device: torch.device, is_indexed: bool) -> "tuple[Future[Kernel], ...]":
+    """Compile the kernels of equal matrices in the background."""
     from humming.kernel.humming import HummingKernel
     from humming.tune import get_heuristics_config
 
-    def compiled(chosen: dict[str, Any]) -> torch.Tensor:
+    def compiled(num_slots: int, rows: int, options: dict[str, str], ranges: list[list[Any]]) -> Kernel:
         with torch.cuda.device(device):
-            return HummingKernel.prepare_kernels(config.to_str(), json.dumps({"gemm_type": "indexed"}), [[0, EVERY, chosen]], device)
+            table = HummingKernel.prepare_kernels(config.to_str(), json.dumps(options) if options else None, ranges, device)
+        return Kernel(num_slots, rows, table)
 
-    chosen = (get_heuristics_config(config, shape_m=num_slots, gemm_type="indexed", device=device) for num_slots in SLOTS)
-    found = [each | {"use_stream_k": False} for each in chosen]  # else rounding would depend on a choice's block: on the order of atomics
-    last = {json.dumps(each, sort_keys=True): i for i, each in enumerate(found)}  # some are chosen for several numbers
-    return tuple(ExpertKernel(SLOTS[i], found[i]["block_shape"][0], _compilers.submit(compiled, found[i])) for i in sorted(last.values()))
+    options = {"gemm_type": "indexed"} if is_indexed else {}
+    sizes = SLOTS if is_indexed else TOKENS
+    found = [get_heuristics_config(config, shape_m=size, device=device, **options) for size in sizes]
+    if is_indexed:  # without stream-K, with which rounding would depend on a choice's block: on the order of atomics
+        found = [each | {"use_stream_k": False} for each in found]
+    last = [i for i, each in enumerate(found) if i + 1 == len(found) or each != found[i + 1]]  # some are chosen for several numbers
+    if is_indexed:
+        return tuple(_compilers.submit(compiled, sizes[i], found[i]["block_shape"][0], options, [[0, EVERY, found[i]]]) for i in last)
+    ends = [0, *(sizes[i] for i in last[:-1]), EVERY]
+    return (_compilers.submit(compiled, EVERY, 0, options, [[ends[n], ends[n + 1], found[i]] for n, i in enumerate(last)]),)
 
 
 @dataclass(frozen=True)
@@ -89,8 +70,6 @@ class HummingMatrix:
     layer: Any
     shape: torch.Size
     count: int
-    kernels: "Future[torch.Tensor] | None"  # of a single one
-    expert_kernels: tuple[ExpertKernel, ...]
 
     @property
     def stored(self) -> tuple[Stored, ...]:
@@ -102,181 +81,87 @@ class HummingMatrix:
 
     @classmethod
     def of(cls, matrix: Grouped, count: int) -> "HummingMatrix":
-        """Its kernels are compiled in the background."""
         from humming.layer import HummingLayer
 
-        scheme, dtype, device = matrix.scheme, torch.bfloat16, matrix.codes.device
+        scheme, dtype = matrix.scheme, torch.bfloat16
         kind = {"dtype": f"uint{scheme.bits}", "group_size": scheme.group, "has_zero_point": matrix.zeros is not None}
         rows, columns = matrix.shape
         experts = {"num_experts": count} if count > 1 else {}
-        with device:
+        with matrix.codes.device:
             layer = HummingLayer(
                 shape_n=rows // count, shape_k=columns, weight_config=kind, pad_n_to_multiple=ROWS, torch_dtype=dtype, **experts
             )
         stripes = (packed_columns(codes_of(stripe, scheme, matrix.layout), scheme.bits) for stripe in matrix.codes.split(STRIPE))
-        tensors = {
-            "weight": torch.cat(list(stripes)),
-            "weight_scale": matrix.scales.to(dtype),
-        }
+        tensors = {"weight": torch.cat(list(stripes)), "weight_scale": matrix.scales.to(dtype)}
         if matrix.zeros is not None:
             tensors["zero_point"] = packed_rows(matrix.zeros, scheme.bits)
         layer.load_from_tensors({name: tensor.unflatten(0, (count, -1)) if experts else tensor for name, tensor in tensors.items()})
         layer.transform()
-        config = layer.humming_config
-        single, several = (None, _expert_kernels(config, device)) if experts else (_kernels(config, device), ())
-        return cls(scheme, layer, matrix.shape, count, single, several)
-
-    @property
-    def key(self) -> Key:
-        return self.scheme, self.shape, self.count
+        return cls(scheme, layer, matrix.shape, count)
 
     @property
     def zeros(self) -> torch.Tensor | None:
         zeros: torch.Tensor | None = self.layer.zero_point if self.scheme.has_zeros else None
         return zeros
 
-    def product(self, x_TX: torch.Tensor, out_TN: torch.Tensor | None) -> torch.Tensor:
-        assert self.kernels is not None
-        return self._launch(self.kernels, x_TX, out_TN)
 
-    def kernel_for(self, num_slots: int) -> ExpertKernel:
-        return next((kernel for kernel in self.expert_kernels if num_slots <= kernel.num_slots), self.expert_kernels[-1])
+class Humming(TritonProducts[HummingMatrix]):
+    """See `TritonProducts`. Experts are multiplied by the library's indexed kernels."""
 
-    def product_of_choices(self, x: torch.Tensor, blocks: SortedChoices, per_input: int) -> torch.Tensor:
-        """See `ExpertProducts.of_choices`."""
-        num_slots = len(x) * per_input
-        out_SN, kernels = x.new_empty((num_slots, self.shape[0] // self.count)), self.kernel_for(num_slots).table
+    has_gemv = False
+
+    def __init__(self, matrix: HummingMatrix, count: int = 1) -> None:
+        super().__init__(matrix, count)
+        self._compiling = _compiling(matrix.layer.humming_config, matrix.layer.weight.device, count > 1)
+
+    @cached_property
+    def _kernels(self) -> list[Kernel]:
+        """Wait for all kernels at the first product: a graph's capture may not be interrupted."""
+        return [kernel.result() for kernel in self._compiling]
+
+    def product_of_many(self, x_TX: Activation, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
+        return self._launch(self._kernels[0], values_of(x_TX), out_TN)
+
+    def product_f32(self, x_TX: torch.Tensor, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
+        product = self.product(x_TX, rows)
+        return product.float() if out_TN is None else out_TN.copy_(product)
+
+    def sparse_swiglu(self, x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None) -> torch.Tensor:
+        choices, down = route(logits_TE, experts, valid_T, counted=True), triton_products(experts.down)
+        assert isinstance(down, Humming)
+        num_slots = choices.experts_TK.numel()
+        kernel, kernel_down = self._kernel_for(num_slots), down._kernel_for(num_slots)
+        blocks = sort(choices, kernel.rows, is_filled=True)
+        inner_SI = swiglu(self._of_choices(kernel, x_TD, blocks, experts.num_given))
+        if kernel_down.rows != blocks.rows:
+            blocks = sort(choices, kernel_down.rows, is_filled=True)
+        sum_TD = torch.empty_like(x_TD)
+        weighted_sum(down._of_choices(kernel_down, inner_SI, blocks, 1), choices.experts_TK, choices.weights_TK, sum_TD, adds=False)
+        return sum_TD[None]
+
+    def _kernel_for(self, num_slots: int) -> Kernel:
+        return next((kernel for kernel in self._kernels if num_slots <= kernel.num_slots), self._kernels[-1])
+
+    def _of_choices(self, kernel: Kernel, x: torch.Tensor, blocks: SortedChoices, per_input: int) -> torch.Tensor:
+        """Return (S, N), the products of the choices, undefined at a choice of -1. `per_input` choices share each row of x."""
         lists = {"sorted_ids": blocks.slots, "expert_ids": blocks.experts_B, "num_tokens_padded": blocks.end_1}
-        return self._launch(kernels, x, out_SN, **lists, top_k=per_input)
+        return self._launch(kernel, x, x.new_empty((len(x) * per_input, self.width // self.count)), **lists, top_k=per_input)
 
-    def product_of_last(self, x_TX: torch.Tensor) -> torch.Tensor:
-        """Return the products with the last of several matrices, when all kernels are loaded: a graph's capture may not be interrupted."""
-        wait([kernel.table for kernel in self.expert_kernels])
-        rows, count = self.kernel_for(len(x_TX)).rows, len(x_TX)
-        slots, ints = torch.arange(rows, device=x_TX.device).clamp(max=count), torch.tensor((self.count - 1, count, rows))
-        return self.product_of_choices(x_TX, SortedChoices(rows, slots.int(), *ints.int().to(x_TX.device).split(1)), 1)
-
-    def _launch(self, kernels: "Future[torch.Tensor]", x: torch.Tensor, out: torch.Tensor | None, **choices: Any) -> torch.Tensor:
+    def _launch(self, kernel: Kernel, x: torch.Tensor, out: torch.Tensor | None, **choices: Any) -> torch.Tensor:
         from humming.ops import launch_kernel
 
-        layer = self.layer
-        scales = {"weight_scale": layer.weight_scale, "zero_point": self.zeros}
+        layer = self.matrix.layer
+        scales = {"weight_scale": layer.weight_scale, "zero_point": self.matrix.zeros}
         product: torch.Tensor = launch_kernel(
-            configs=kernels.result(), inputs=x, weight=layer.weight, **scales, outputs=out, locks=layer.locks, **choices
+            configs=kernel.table, inputs=x, weight=layer.weight, **scales, outputs=out, locks=layer.locks, **choices
         )
         return product
 
 
-def takes(matrix: Grouped, count: int) -> bool:
-    """Whether humming's kernels multiply it."""
+def converted(matrix: Grouped, count: int) -> HummingMatrix | None:
+    """Return the matrix in the library's form; None if it is not installed or does not multiply such a matrix. RuntimeError if it cannot
+    compile."""
     rows, columns = matrix.shape
     whole = WHOLE_ROWS if count == 1 else 2 * COLUMNS  # of experts: gates and up projections of as many values as `down` has columns
-    return matrix.scheme.element.startswith("int") and rows // count % whole == 0 and columns % COLUMNS == 0 and matrix.codes.is_cuda
-
-
-class HummingExperts:
-    """See `ExpertProducts`."""
-
-    @staticmethod
-    def rows_of(matrices: HummingMatrix, num_slots: int) -> int:
-        return matrices.kernel_for(num_slots).rows
-
-    @staticmethod
-    def of_choices(x: torch.Tensor, matrices: HummingMatrix, blocks: SortedChoices, per_input: int) -> torch.Tensor:
-        return matrices.product_of_choices(x, blocks, per_input)
-
-
-class HummingMatrices(TritonProducts[HummingMatrix]):
-    """See `TritonProducts`."""
-
-    def product_of_many(self, x_TX: Activation, matrix: HummingMatrix, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
-        return matrix.product(values_of(x_TX), out_TN)
-
-    def product_f32(self, x_TX: torch.Tensor, matrix: HummingMatrix, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
-        product = self.product(x_TX, matrix, rows, None)
-        return product.float() if out_TN is None else out_TN.copy_(product)
-
-    def expert_products(self, experts: Experts) -> ExpertProducts:
-        return HummingExperts()
-
-
-class HummingProducts(TritonGrouped):
-    """Our kernels multiply matrices of floats, the library the others, unless it cannot compile the first one's kernels."""
-
-    def __init__(self) -> None:
-        self._compiles = True
-        self._ours, self._library = TritonGrouped(), HummingMatrices()
-        self._known: set[Key] = set()
-        self._unchecked: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}  # tokens and our product; empty after the first step
-
-    def prepared(self, matrix: Any, count: int) -> Any:
-        if not (self._compiles and takes(matrix, count)):
-            return matrix
-        try:
-            made = HummingMatrix.of(matrix, count)
-        except (RuntimeError, OSError) as problem:
-            if self._known or isinstance(problem, torch.OutOfMemoryError):
-                raise
-            self._compiles = False
-            logger.warning("humming-kernels found no CUDA compiler, so low-bit matrices use slower kernels: %s", problem)
-            return matrix
-        if made.key not in self._known:
-            self._known.add(made.key)
-            rows, columns = matrix.shape
-            x_TX = torch.randn((NUM_CHECKED, columns), device=matrix.codes.device).to(torch.bfloat16)
-            self._unchecked[made.key] = x_TX, self._ours.product(x_TX, matrix.rows(rows - rows // count, rows), RowClass.FEW, None)
-        return made
-
-    def expert_gemv(self, experts: Experts) -> ExpertGemv | None:
-        return self._products_of_experts(experts).expert_gemv(experts)
-
-    def expert_products(self, experts: Experts) -> ExpertProducts | None:
-        return self._products_of_experts(experts).expert_products(experts)
-
-    def product(self, x_TX: Activation, matrix: Any, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
-        return self._products_of(matrix).product(x_TX, matrix, rows, out_TN)
-
-    def product_f32(self, x_TX: torch.Tensor, matrix: Any, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
-        return self._products_of(matrix).product_f32(x_TX, matrix, rows, out_TN)
-
-    def swiglu(self, x_TX: Activation, matrix: Any, rows: RowClass) -> torch.Tensor | Rounded:
-        return self._products_of(matrix).swiglu(x_TX, matrix, rows)
-
-    def add_to(self, residual: Residual, x_TX: Activation, matrix: Any, rows: RowClass) -> None:
-        self._products_of(matrix).add_to(residual, x_TX, matrix, rows)
-
-    def _products_of_experts(self, experts: Experts) -> TritonProducts[Any]:
-        gate_up, down = (self._products_of(matrix.storage) for matrix in (experts.gate_up, experts.down))
-        if self._ours in (gate_up, down) and gate_up is not down:
-            raise ValueError(f"humming-kernels has no kernel for experts of {experts.down.shape[1]} values: uninstall it")
-        return gate_up if gate_up is down else self._library
-
-    def _products_of(self, matrix: Any) -> TritonProducts[Any]:
-        """RuntimeError if the library's product is not ours, which is compared at the first product of each scheme and shape."""
-        if isinstance(matrix, Grouped):
-            return self._ours
-        library = self.library_of(matrix)
-        if self._unchecked and (expected := self._unchecked.pop(matrix.key, None)) is not None:
-            x_TX, ours_TN = expected
-            for count, rows in ((1, RowClass.SINGLE), (NUM_CHECKED, RowClass.FEW)):
-                if matrix.count == 1:
-                    product_TN = library.product(x_TX[:count], matrix, rows, None)
-                else:
-                    product_TN = matrix.product_of_last(x_TX[:count])
-                if (product_TN - ours_TN[:count]).float().norm() > MAX_DIFFERENCE * ours_TN[:count].float().norm():
-                    raise RuntimeError(
-                        f"humming-kernels and our kernels differ in {matrix.scheme} of {tuple(matrix.shape)}, {count} tokens: uninstall it"
-                    )
-        return library
-
-    def library_of(self, matrix: HummingMatrix) -> HummingMatrices:
-        return self._library
-
-
-def has_humming() -> bool:
-    return importlib.util.find_spec("humming") is not None
-
-
-def grouped_products() -> TritonGrouped:
-    """The fastest that is installed."""
-    return HummingProducts() if has_humming() else TritonGrouped()
+    fits = matrix.scheme.element.startswith("int") and rows // count % whole == 0 and columns % COLUMNS == 0 and matrix.codes.is_cuda
+    return HummingMatrix.of(matrix, count) if fits and importlib.util.find_spec("humming") is not None else None

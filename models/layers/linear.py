@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ from models.kernels.backend import Backend
 from models.kernels.ops import Ops
 from models.kernels.stream import Activation, Residual, RowClass
 from models.parallel.group import TensorParallel
-from models.weights.matrix import Matrix, Place, Storage, storage_of
+from models.weights.matrix import Matrix, Place, Products, Storage, products_of, storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +144,13 @@ class VocabParallelEmbedding(nn.Module):
         self.tp, self._backend = setup.tp, setup.place.backend
         self.weight = setup.parameter(self.tp.share(vocab_size, "vocab_size"), hidden_size)
 
-    def as_matrix(self, format: Format = "plain") -> Matrix:
-        return Matrix.of(self.weight.data, self._backend, format)
+    @cached_property
+    def output(self) -> Products[Any]:
+        """Products of the output head, made once the weight is final."""
+        return self.rounded("plain")
+
+    def rounded(self, format: Format) -> Products[Any]:
+        return products_of(format, self._backend)(storage_of(format).quantized(self.weight.data), 1)
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Map ids (T,) of the whole vocabulary to (T, D)."""

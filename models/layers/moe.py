@@ -126,16 +126,15 @@ class SparseMoe(nn.Module):
 
     def __init__(self, hidden_size: int, moe: MoeConfig, format: MatrixFormat, setup: Setup) -> None:
         super().__init__()
-        self.ops, self.tp, self._moe = setup.ops, setup.tp, moe
+        self.ops, self.tp = setup.ops, setup.tp
         self.gate = Router(hidden_size, moe, setup)
-        self.experts = StackedExperts(hidden_size, moe, format, setup)
+        self.experts = mine = StackedExperts(hidden_size, moe, format, setup)
+        chosen = moe.num_experts, moe.num_experts_per_tok, moe.has_shared
+        self._experts = Experts(self.gate.weight, mine.gate_up, mine.down, mine.first, mine.count, *chosen)
 
     def add_(self, residual: Residual, x_TD: Normed, rows: RowClass, valid_T: torch.Tensor | None) -> None:
-        mine, moe = self.experts, self._moe
-        chosen = moe.num_experts, moe.num_experts_per_tok, moe.has_shared
-        experts = Experts(self.gate.weight, mine.gate_up, mine.down, mine.first, mine.count, *chosen)
         if self.tp.size == 1:
-            self.ops.add_experts_(residual, x_TD, experts, rows, valid_T)
+            self.ops.add_experts_(residual, x_TD, self._experts, rows, valid_T)
         else:
-            parts_STD = self.ops.sparse_swiglu(x_TD, experts, rows, valid_T)
-            add_sum_(residual, self.tp, mine.hidden_size, lambda out_TD: torch.sum(parts_STD, 0, out=out_TD), parts_STD)
+            parts_STD = self.ops.sparse_swiglu(x_TD, self._experts, rows, valid_T)
+            add_sum_(residual, self.tp, self.experts.hidden_size, lambda out_TD: torch.sum(parts_STD, 0, out=out_TD), parts_STD)

@@ -1,11 +1,13 @@
-"""Matrix whose products include the adapters of a step's tokens."""
+"""Products that include the adapters of a step's tokens."""
+
+from typing import Any
 
 import torch
 
 from models.kernels.ops import Ops
 from models.kernels.stream import Activation, Normed, Residual, Rounded, RowClass
 from models.lora.low_rank import LowRank, LowRankOps, TokenSlots
-from models.weights.matrix import Matrix
+from models.weights.matrix import Products
 
 
 class StepSlots:
@@ -29,48 +31,42 @@ class StepSlots:
         return bool(self._by_length)
 
 
-class AdaptedMatrix(Matrix):
-    """The same matrix with the low-rank matrices of all slots. Without adapters in a step, products are those of the base class."""
+class AdaptedProducts(Products[Any]):
+    """Products with the low-rank matrices of all slots; without adapters in a step, those of `base`."""
 
-    def __init__(self, base: Matrix, low_rank: LowRank, slots: StepSlots, ops: Ops, low_rank_ops: LowRankOps) -> None:
-        vars(self).update(vars(base))
-        self.low_rank, self._slots, self._ops, self._low_rank_ops = low_rank, slots, ops, low_rank_ops
+    def __init__(self, base: Products[Any], low_rank: LowRank, slots: StepSlots, ops: Ops, low_rank_ops: LowRankOps) -> None:
+        super().__init__(base.matrix, base.count)
+        self._base, self._low_rank, self._slots, self._ops, self._low_rank_ops = base, low_rank, slots, ops, low_rank_ops
 
     def product(self, x_TX: Activation, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
         if not self._slots:
-            return super().product(x_TX, rows, out_TN)
-        x_TK, slots = self._values(x_TX), self._slots.of(_num_tokens(x_TX))
-        shrunk_PTR = self._low_rank_ops.shrink(x_TK, self.low_rank, slots)
-        out_TN = super().product(x_TK, rows, out_TN)
-        self._low_rank_ops.expand_(out_TN, shrunk_PTR, self.low_rank, slots)
+            return self._base.product(x_TX, rows, out_TN)
+        x_TK, slots, shrunk_PTR = self._shrunk(x_TX)
+        out_TN = self._base.product(x_TK, rows, out_TN)
+        self._low_rank_ops.expand_(out_TN, shrunk_PTR, self._low_rank, slots)
         return out_TN
+
+    def product_f32(self, x_TX: torch.Tensor, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
+        return self._base.product_f32(x_TX, rows, out_TN)
 
     def swiglu(self, x_TX: Activation, rows: RowClass) -> torch.Tensor | Rounded:
         if not self._slots:
-            return super().swiglu(x_TX, rows)
-        x_TK, slots = self._values(x_TX), self._slots.of(_num_tokens(x_TX))
-        shrunk_PTR = self._low_rank_ops.shrink(x_TK, self.low_rank, slots)
-        return self._low_rank_ops.expand_swiglu(super().product(x_TK, rows), shrunk_PTR, self.low_rank, slots)
+            return self._base.swiglu(x_TX, rows)
+        x_TK, slots, shrunk_PTR = self._shrunk(x_TX)
+        return self._low_rank_ops.expand_swiglu(self._base.product(x_TK, rows), shrunk_PTR, self._low_rank, slots)
 
     def add_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
         if not self._slots:
-            super().add_to(residual, x_TX, rows)
+            self._base.add_to(residual, x_TX, rows)
             return
-        assert residual.parts_STD is None, "the parts of the product before were not added"
-        x_TK, slots = self._values(x_TX), self._slots.of(_num_tokens(x_TX))
-        shrunk_PTR = self._low_rank_ops.shrink(x_TK, self.low_rank, slots)
-        super().add_to(residual, x_TK, rows)
+        x_TK, slots, shrunk_PTR = self._shrunk(x_TX)
+        self._base.add_to(residual, x_TK, rows)
         out_TN = residual.sum_TD if residual.parts_STD is None else residual.parts_STD[0]
-        self._low_rank_ops.expand_(out_TN, shrunk_PTR, self.low_rank, slots)
+        self._low_rank_ops.expand_(out_TN, shrunk_PTR, self._low_rank, slots)
 
-    def _values(self, x_TX: Activation) -> torch.Tensor:
-        """Return the inputs; those of a norm are computed once for both products."""
-        if isinstance(x_TX, Normed):
-            return self._ops.norm(x_TX)
-        assert isinstance(x_TX, torch.Tensor)
-        return x_TX
-
-
-def _num_tokens(x_TX: Activation) -> int:
-    assert not isinstance(x_TX, Rounded), "the adapted product before returns values"
-    return len(x_TX.stream_TD if isinstance(x_TX, Normed) else x_TX)
+    def _shrunk(self, x_TX: Activation) -> tuple[torch.Tensor, TokenSlots, torch.Tensor]:
+        """Return the inputs, those of a norm computed once for both products, the tokens' slots, and A @ the inputs."""
+        x_TK = self._ops.norm(x_TX) if isinstance(x_TX, Normed) else x_TX
+        assert isinstance(x_TK, torch.Tensor), "the adapted product before returns values"
+        slots = self._slots.of(len(x_TK))
+        return x_TK, slots, self._low_rank_ops.shrink(x_TK, self._low_rank, slots)

@@ -13,7 +13,7 @@ from models.kernels.backend import Backend
 from models.layers.linear import FusedColumnParallelLinear, Linear, RowParallelLinear, placed
 from models.lora.adapter import OF_A, OF_B, Adapter
 from models.lora.low_rank import OPS, LowRank, LowRankOps, make_low_rank
-from models.lora.matrix import AdaptedMatrix, StepSlots
+from models.lora.matrix import AdaptedProducts, StepSlots
 from models.lora.targets import RANK_STEP, TOWER
 from models.lora.tower import TowerSlot, adapt_linear, rows_of
 
@@ -75,7 +75,7 @@ class AdapterSlots:
     def _wrap(self, module: FusedColumnParallelLinear | RowParallelLinear, ranges: tuple[tuple[int, int, int], ...]) -> LowRank:
         model = self._model
         low_rank = make_low_rank(self._num_slots, self._rank, module.weight.shape[1], ranges, model.device, model.dtype)
-        module.weight = AdaptedMatrix(module.weight, low_rank, self._steps, self._backend.ops, self._ops)
+        module.weight.bind(AdaptedProducts(module.weight.products, low_rank, self._steps, self._backend.ops, self._ops))
         return low_rank
 
     def _adapt_tower(self, path: str, layer: Linear) -> None:

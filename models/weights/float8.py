@@ -137,5 +137,5 @@ class GroupScaled(Rounded):
 class TorchFloat8(TorchProducts[BlockScaled]):
     """See `TorchProducts`."""
 
-    def multiply(self, x_TX: torch.Tensor, matrix: BlockScaled) -> torch.Tensor:
-        return (GroupScaled.quantized(x_TX).dequantized() @ matrix.dequantized().t()).to(x_TX.dtype)
+    def multiply(self, x_TX: torch.Tensor) -> torch.Tensor:
+        return (GroupScaled.quantized(x_TX).dequantized() @ self.matrix.dequantized().t()).to(x_TX.dtype)

@@ -160,5 +160,5 @@ class GroupedKind:
 class TorchGrouped(TorchProducts[Grouped]):
     """See `TorchProducts`."""
 
-    def multiply(self, x_TX: torch.Tensor, matrix: Grouped) -> torch.Tensor:
-        return x_TX @ matrix.dequantized().to(x_TX.dtype).t()
+    def multiply(self, x_TX: torch.Tensor) -> torch.Tensor:
+        return x_TX @ self.matrix.dequantized().to(x_TX.dtype).t()

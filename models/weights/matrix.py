@@ -5,7 +5,7 @@ backends are in `models.kernels`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
@@ -83,24 +83,31 @@ S = TypeVar("S")
 
 
 class Products(ABC, Generic[S]):
-    """Products with matrices of one format on one backend. `rows`: class of the number of x's tokens."""
+    """Products with a matrix, or `count` equal stacked ones, of one format on one backend; all that they need is bound here. `rows`: class
+    of the number of x's tokens."""
 
-    def prepared(self, matrix: S, count: int) -> S:
-        """Return what the products of a matrix, or of `count` stacked ones, read, computed once after loading."""
-        return matrix
+    def __init__(self, matrix: S, count: int = 1) -> None:
+        self.matrix, self.count = matrix, count
 
-    @abstractmethod
-    def product(self, x_TX: Activation, matrix: S, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
-        """See `Matrix`, like the other methods."""
-
-    @abstractmethod
-    def product_f32(self, x_TX: torch.Tensor, matrix: S, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor: ...
+    def finished(self) -> "Products[Any]":
+        """Return the products to use once the matrix is loaded, which may read another form of it."""
+        return self
 
     @abstractmethod
-    def swiglu(self, x_TX: Activation, matrix: S, rows: RowClass) -> torch.Tensor | Rounded: ...
+    def product(self, x_TX: Activation, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
+        """Return x @ matrix.T, in `out_TN` if given."""
 
     @abstractmethod
-    def add_to(self, residual: Residual, x_TX: Activation, matrix: S, rows: RowClass) -> None: ...
+    def product_f32(self, x_TX: torch.Tensor, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
+        """Return x @ matrix.T in float32: rounded logits would have ties."""
+
+    @abstractmethod
+    def swiglu(self, x_TX: Activation, rows: RowClass) -> torch.Tensor | Rounded:
+        """Return silu(first half) * second half of x @ matrix.T, as input of a matrix of the same format."""
+
+    @abstractmethod
+    def add_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
+        """residual += x @ matrix.T."""
 
 
 class HasModules(Protocol):
@@ -116,14 +123,14 @@ class Place(NamedTuple):
 
 
 class Matrix:
-    """A matrix (N, K) in its current format."""
+    """A matrix (N, K) in its current format. Its products are those of `products`, bound as methods: see `Products`."""
 
     def __init__(self, storage: Any, format: MatrixFormat, backend: str, count: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
         self.storage, self._format, self._backend, self._count = storage, format, backend, count
         self._loaded, self._dtype = format, dtype
-        self._kept: Any = None  # after `reopen`: the storage that `finish` writes
+        self._is_open = False  # `storage` is what `finish` converts, not what products read
         self._is_converted = False  # whether `finish` has converted it
-        self.products = products_of(format.stored, backend)
+        self.bind(products_of(format.stored, backend)(storage, count))
 
     @classmethod
     def empty(cls, rows: int, columns: int, format: MatrixFormat, place: Place, count: int = 1) -> "Matrix":
@@ -133,8 +140,13 @@ class Matrix:
         return cls(storage_of(format.stored).empty(rows, columns, place.device, place.dtype), format, place.backend, count, place.dtype)
 
     @classmethod
-    def of(cls, matrix_NK: torch.Tensor, backend: str, format: Format = "plain") -> "Matrix":
-        return cls(storage_of(format).quantized(matrix_NK), MatrixFormat(format, format), backend)
+    def of(cls, matrix_NK: torch.Tensor, backend: str, format: Format = "plain", count: int = 1) -> "Matrix":
+        return cls(storage_of(format).quantized(matrix_NK), MatrixFormat(format, format), backend, count)
+
+    def bind(self, products: Products[Any]) -> None:
+        """Multiply by these products from now on, which a caller may also wrap."""
+        self.products = products
+        self.product, self.product_f32, self.swiglu, self.add_to = products.product, products.product_f32, products.swiglu, products.add_to
 
     @property
     def format(self) -> Format:
@@ -144,14 +156,6 @@ class Matrix:
     def shape(self) -> torch.Size:
         return self.storage.shape
 
-    def on(self, backend: str) -> "Matrix":
-        """Return the same matrix, multiplied by another backend."""
-        return Matrix(self.storage, self._format, backend)
-
-    def rows(self, first: int, last: int) -> "Matrix":
-        """Return a view of these rows, which are whole blocks."""
-        return Matrix(self.storage.rows(first, last), self._format, self._backend)
-
     def tensors(self, name: str, shape: tuple[int, int], rows: slice, columns: slice, target_rows: slice) -> Iterator[CheckpointTensor]:
         """Yield the sources of rows `target_rows`: these rows and columns of the checkpoint's matrix of this shape."""
         for stored in self.storage.stored:
@@ -159,47 +163,28 @@ class Matrix:
 
     def finish(self) -> None:
         """Quantize in place after loading. The first call must precede any graph capture; after `reopen`, addresses stay the same."""
-        if self._is_converted and self._kept is None:
+        if self._is_converted and not self._is_open:
             return
-        made, final = self.storage, self._loaded.final
-        if final != self._loaded.stored:
-            made = made.in_format(final)
-            self._format = MatrixFormat(final, final)
-            self.products = products_of(final, self._backend)
-        made = self.products.prepared(made, self._count)
-        if self._kept is not None:
-            copy_values(self._kept, made)
-            made, self._kept = self._kept, None
-        self._is_converted, self.storage = self._is_converted or made is not self.storage, made
+        final = self._loaded.final
+        made = self.storage if final == self._loaded.stored else self.storage.in_format(final)
+        products = products_of(final, self._backend)(made, self._count).finished()
+        if self._is_open:
+            copy_values(self.products.matrix, products.matrix)
+        elif products.matrix is not self.storage:
+            self._is_converted, self._format = True, MatrixFormat(final, final)
+            self.bind(products)
+        self.close()
 
     def reopen(self, device: torch.device) -> None:
         """Accept the tensors of a checkpoint again, until `finish` or `close`. Meanwhile products are not available."""
         if self._is_converted:
-            assert self._kept is None and self.storage.stored
-            self._kept, (rows, columns) = self.storage, self.storage.shape
-            self.storage = storage_of(self._loaded.stored).empty(rows, columns, device, self._dtype)
+            assert not self._is_open and self.storage.stored
+            rows, columns = self.storage.shape
+            self.storage, self._is_open = storage_of(self._loaded.stored).empty(rows, columns, device, self._dtype), True
 
     def close(self) -> None:
         """Undo `reopen`."""
-        if self._kept is not None:
-            self.storage, self._kept = self._kept, None
-
-    def product(self, x_TX: Activation, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
-        """Return x @ matrix.T, in `out_TN` if given."""
-        return self.products.product(x_TX, self.storage, rows, out_TN)
-
-    def product_f32(self, x_TX: torch.Tensor, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
-        """Return x @ matrix.T in float32: rounded logits would have ties."""
-        return self.products.product_f32(x_TX, self.storage, rows, out_TN)
-
-    def swiglu(self, x_TX: Activation, rows: RowClass) -> torch.Tensor | Rounded:
-        """Return silu(first half) * second half of x @ matrix.T, as input of a matrix of the same format."""
-        return self.products.swiglu(x_TX, self.storage, rows)
-
-    def add_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
-        """residual += x @ matrix.T."""
-        assert residual.parts_STD is None, "the partial sums of the previous product were not added"
-        self.products.add_to(residual, x_TX, self.storage, rows)
+        self.storage, self._is_open = self.products.matrix, False
 
 
 def copy_values(target: Storage, made: Storage) -> None:
@@ -221,9 +206,9 @@ def storage_of(format: Format) -> type[Storage]:
 
 
 @cache
-def products_of(format: Format, backend: str) -> Products[Any]:
-    """Return the products. ValueError if the backend has none for the format."""
+def products_of(format: Format, backend: str) -> Callable[[Any, int], Products[Any]]:
+    """Return the class of the products. ValueError if the backend has none for the format."""
     if (name := entry_of(format).products_of(backend)) is None:
         raise ValueError(f"--backend {backend} has no products of {format} matrices: --backend torch has")
-    products: Products[Any] = imported(name)()
+    products: Callable[[Any, int], Products[Any]] = imported(name)
     return products

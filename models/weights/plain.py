@@ -7,7 +7,6 @@ import torch
 
 from models.config.formats import Format
 from models.kernels.reference.products import TorchProducts
-from models.kernels.stream import RowClass
 from models.weights.matrix import Storage, Stored, storage_of
 
 
@@ -50,8 +49,5 @@ class Plain:
 class TorchPlain(TorchProducts[Plain]):
     """See `TorchProducts`."""
 
-    def multiply(self, x_TX: torch.Tensor, matrix: Plain) -> torch.Tensor:
-        return x_TX @ matrix.values.t()
-
-    def product_f32(self, x_TX: torch.Tensor, matrix: Plain, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
-        return super().product_f32(x_TX, Plain(matrix.values.float()), rows, out_TN)
+    def multiply(self, x_TX: torch.Tensor) -> torch.Tensor:
+        return x_TX @ self.matrix.values.to(x_TX.dtype).t()

@@ -41,8 +41,7 @@ def test_a_token_is_multiplied_with_norm_gate_and_residual(format: str, shape: t
     rows, columns = shape
     generator = torch.Generator(DEVICE).manual_seed(1)
     ours = random_matrix(rows, columns, format, generator)
-    plain = ours.on("torch")
-    values_NK = plain.storage.dequantized()
+    values_NK = ours.storage.dequantized()
     ours.finish()
     x, weight = (torch.randn(size, dtype=torch.bfloat16, device=DEVICE, generator=generator) for size in ((1, columns), (columns,)))
     for norm_weight in (weight, weight.float()):

@@ -33,8 +33,7 @@ def normed(x: torch.Tensor | Residual, norm: torch.Tensor) -> Normed:
 
 
 def both(matrix: torch.Tensor, backend: Backend, format: str = "plain") -> tuple[Matrix, Matrix]:
-    ours = Matrix.of(matrix, backend.name, format)
-    return ours, ours.on("torch")
+    return Matrix.of(matrix, backend.name, format), Matrix.of(matrix, "torch", format)
 
 
 @pytest.mark.parametrize(("hidden", "inner"), WIDTHS)

@@ -30,7 +30,7 @@ def make_experts(backend: str, is_float8: bool, width: int = 2048, inner: int = 
 
     count, chosen = 128 + has_shared, (128, 8, has_shared)
     router, gate_up, down = normal(128 + 8 * has_shared, width), normal(count * 2 * inner, width), normal(count * width, inner)
-    matrices = [Matrix.of(matrix, backend, "float8" if is_float8 else "plain") for matrix in (gate_up, down)]
+    matrices = [Matrix.of(matrix, backend, "float8" if is_float8 else "plain", count) for matrix in (gate_up, down)]
     return Experts(router, *matrices, 0, count, *chosen)
 
 

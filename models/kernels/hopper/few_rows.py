@@ -19,35 +19,35 @@ def multiply(x_TK: torch.Tensor, weight_NK: torch.Tensor, out_TN: torch.Tensor, 
     return out_TN
 
 
-def takes(matrix: Plain, rows: RowClass) -> bool:
-    """Return whether the kernel supports the matrix and is the fastest for so many tokens."""
-    num_rows, width = matrix.shape
-    return rows <= RowClass.HANDFUL and num_rows >= LEAST_ROWS and num_rows % ROWS == 0 and width % COLUMNS == 0
-
-
 class HopperPlain(TritonPlain):
-    """See `TritonPlain`."""
+    """See `TritonPlain`. The kernel multiplies up to RowClass.HANDFUL tokens if it is the fastest for the matrix."""
 
-    def product_of_many(self, x_TX: Activation, matrix: Plain, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
-        if not takes(matrix, rows):
-            return super().product_of_many(x_TX, matrix, rows, out_TN)
+    def __init__(self, matrix: Plain, count: int = 1) -> None:
+        super().__init__(matrix, count)
+        num_rows, width = matrix.shape
+        is_fast = num_rows >= LEAST_ROWS and num_rows % ROWS == 0 and width % COLUMNS == 0
+        self._most_rows = RowClass.HANDFUL if is_fast else 0
+
+    def product_of_many(self, x_TX: Activation, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
+        if rows > self._most_rows:
+            return super().product_of_many(x_TX, rows, out_TN)
         x_TX = values_of(x_TX)
-        return multiply(x_TX, matrix.values, x_TX.new_empty((len(x_TX), len(matrix.values))) if out_TN is None else out_TN)
+        return multiply(x_TX, self.matrix.values, x_TX.new_empty((len(x_TX), self.width)) if out_TN is None else out_TN)
 
-    def swiglu_of_many(self, x_TX: Activation, matrix: Plain, rows: RowClass) -> torch.Tensor | Rounded:
-        if not takes(matrix, rows):
-            return super().swiglu_of_many(x_TX, matrix, rows)
+    def swiglu_of_many(self, x_TX: Activation, rows: RowClass) -> torch.Tensor | Rounded:
+        if rows > self._most_rows:
+            return super().swiglu_of_many(x_TX, rows)
         x_TX = values_of(x_TX)
-        return multiply(x_TX, matrix.values, x_TX.new_empty((len(x_TX), len(matrix.values) // 2)), gated=True)
+        return multiply(x_TX, self.matrix.values, x_TX.new_empty((len(x_TX), self.width // 2)), gated=True)
 
-    def add_many_to(self, residual: Residual, x_TX: Activation, matrix: Plain, rows: RowClass) -> None:
-        if takes(matrix, rows):
-            multiply(values_of(x_TX), matrix.values, residual.sum_TD, adds=True)
+    def add_many_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
+        if rows > self._most_rows:
+            super().add_many_to(residual, x_TX, rows)
         else:
-            super().add_many_to(residual, x_TX, matrix, rows)
+            multiply(values_of(x_TX), self.matrix.values, residual.sum_TD, adds=True)
 
-    def product_f32(self, x_TX: torch.Tensor, matrix: Plain, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
-        if rows == RowClass.SINGLE or not takes(matrix, rows):
-            return super().product_f32(x_TX, matrix, rows, out_TN)
-        shape = len(x_TX), len(matrix.values)
-        return multiply(x_TX, matrix.values, x_TX.new_empty(shape, dtype=torch.float32) if out_TN is None else out_TN)
+    def product_f32(self, x_TX: torch.Tensor, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
+        if rows == RowClass.SINGLE or rows > self._most_rows:
+            return super().product_f32(x_TX, rows, out_TN)
+        out_TN = x_TX.new_empty((len(x_TX), self.width), dtype=torch.float32) if out_TN is None else out_TN
+        return multiply(x_TX, self.matrix.values, out_TN)

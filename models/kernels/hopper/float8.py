@@ -4,25 +4,33 @@ import torch
 from torch.nn.functional import ScalingType, scaled_mm
 
 from models.kernels.hopper import float8_gemv
-from models.kernels.ops import Experts
 from models.kernels.stream import RowClass
 from models.kernels.triton.float8 import TritonFloat8, multiply
-from models.kernels.triton.products import ExpertGemv
-from models.weights.float8 import BlockScaled, GroupScaled
+from models.kernels.triton.gemv import Norm
+from models.weights.float8 import GroupScaled
 
 
 class HopperFloat8(TritonFloat8):
     """See `TritonFloat8`."""
 
-    gemv = staticmethod(float8_gemv.gemv)
+    has_gemv = True
+    max_chosen = float8_gemv.MAX_CHOSEN
 
-    def multiply(self, x_TX: GroupScaled, matrix: BlockScaled, rows: RowClass) -> torch.Tensor:
+    def gemv(self, x_1X: torch.Tensor, out_1N: torch.Tensor, norm: Norm | None, gated: bool = False, adds: bool = False) -> torch.Tensor:
+        return float8_gemv.gemv(x_1X, self.matrix, out_1N, norm, gated, adds)
+
+    def multiply(self, x_TX: GroupScaled, rows: RowClass) -> torch.Tensor:
         if rows <= RowClass.FEW:
-            return multiply(x_TX, matrix)
-        weight_KN, weight_scales = matrix.transposed
+            return multiply(x_TX, self.matrix)
+        weight_KN, weight_scales = self.matrix.transposed
         scales = x_TX.scales, ScalingType.BlockWise1x128, weight_scales, ScalingType.BlockWise128x128
         y_TN = scaled_mm(x_TX.padded, weight_KN, *scales, output_dtype=torch.bfloat16)
         return y_TN if len(y_TN) == len(x_TX) else y_TN[: len(x_TX)]
 
-    def expert_gemv(self, experts: Experts) -> ExpertGemv | None:
-        return float8_gemv if experts.num_given <= float8_gemv.MAX_CHOSEN else None
+    def expert_swiglu(self, x_1D: torch.Tensor, chosen_K: torch.Tensor) -> torch.Tensor:
+        return float8_gemv.expert_swiglu(x_1D, self.matrix, chosen_K, self.count)
+
+    def expert_sum(
+        self, inner_KI: torch.Tensor, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool
+    ) -> None:
+        float8_gemv.expert_sum(inner_KI, self.matrix, chosen_K, weights_K, out_1D, adds)

@@ -1,4 +1,4 @@
-"""Float8 products of a single token, and `ExpertGemv`, on `float8_gemv.cu`."""
+"""Float8 products of a single token, also with its experts, on `float8_gemv.cu`."""
 
 import torch
 

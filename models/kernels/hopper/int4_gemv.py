@@ -3,13 +3,11 @@
 import torch
 
 from models.kernels.hopper.compile import NO_HEADS, load_kernel
-from models.kernels.humming import ROWS, HummingMatrices, HummingMatrix, HummingProducts, has_humming
-from models.kernels.ops import Experts
+from models.kernels.humming import ROWS, Humming, HummingMatrix
 from models.kernels.triton.gemv import Norm
 from models.kernels.triton.grouped import TritonGrouped
 from models.kernels.triton.launch import num_multiprocessors
 from models.kernels.triton.moe import weighted_sum
-from models.kernels.triton.products import ExpertGemv
 
 GROUPS = (32, 64, 128)
 
@@ -32,54 +30,33 @@ def _run(
     return out_KN
 
 
-def gemv(
-    x_1K: torch.Tensor, matrix: HummingMatrix, out_1N: torch.Tensor, norm: Norm | None = None, gated: bool = False, adds: bool = False
-) -> torch.Tensor:
-    """As `models.kernels.triton.gemv.gemv`."""
-    return _run(x_1K, matrix, out_1N, norm, gated, adds)
+class HopperInt4(Humming):
+    """See `TritonProducts`: our kernel for a single token, the library's for several."""
 
+    has_gemv = True
+    max_chosen = 1 << 30
 
-class HopperExperts:
-    """See `ExpertGemv`."""
+    def gemv(self, x_1X: torch.Tensor, out_1N: torch.Tensor, norm: Norm | None, gated: bool = False, adds: bool = False) -> torch.Tensor:
+        return _run(x_1X, self.matrix, out_1N, norm, gated, adds)
 
-    @staticmethod
-    def expert_swiglu(x_1D: torch.Tensor, gate_up: HummingMatrix, chosen_K: torch.Tensor, num_experts: int) -> torch.Tensor:
-        inner_KI = x_1D.new_empty((len(chosen_K), gate_up.shape[0] // num_experts // 2))
-        return _run(x_1D, gate_up, inner_KI, gated=True, chosen_K=chosen_K)
+    def expert_swiglu(self, x_1D: torch.Tensor, chosen_K: torch.Tensor) -> torch.Tensor:
+        return _run(x_1D, self.matrix, x_1D.new_empty((len(chosen_K), self.width // self.count // 2)), gated=True, chosen_K=chosen_K)
 
-    @staticmethod
     def expert_sum(
-        inner_KI: torch.Tensor, down: HummingMatrix, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool
+        self, inner_KI: torch.Tensor, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool
     ) -> None:
-        parts_KD = _run(inner_KI, down, inner_KI.new_empty((len(chosen_K), out_1D.shape[1])), chosen_K=chosen_K, is_chosen_early=True)
+        parts_KD = inner_KI.new_empty((len(chosen_K), out_1D.shape[1]))
+        _run(inner_KI, self.matrix, parts_KD, chosen_K=chosen_K, is_chosen_early=True)
         weighted_sum(parts_KD, chosen_K[None], weights_K[None], out_1D, adds)
 
 
-class HopperMatrices(HummingMatrices):
-    """See `TritonProducts`: our kernel for a single token, the library's for several."""
+class HopperGrouped(TritonGrouped):
+    """See `TritonGrouped`."""
 
-    gemv = staticmethod(gemv)
-
-    def expert_gemv(self, experts: Experts) -> ExpertGemv:
-        return HopperExperts()
-
-
-class HopperGrouped(HummingProducts):
-    """See `HummingProducts`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._with_gemv = HopperMatrices()
-
-    def library_of(self, matrix: HummingMatrix) -> HummingMatrices:
-        return self._with_gemv if takes(matrix) else super().library_of(matrix)
+    def by_library(self, matrix: HummingMatrix) -> Humming:
+        return HopperInt4(matrix, self.count) if takes(matrix) else super().by_library(matrix)
 
 
 def takes(matrix: HummingMatrix) -> bool:
     """Whether the kernel has its format and both halves of it have whole tiles."""
     return matrix.scheme.bits == 4 and matrix.scheme.group in GROUPS and matrix.shape[0] // matrix.count % (2 * ROWS) == 0
-
-
-def hopper_grouped() -> TritonGrouped:
-    """The fastest that is installed."""
-    return HopperGrouped() if has_humming() else TritonGrouped()

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from models.kernels.ops import Experts
 from models.kernels.stream import RowClass
-from models.weights.matrix import Matrix
+from models.weights.matrix import Matrix, products_of
 
 
 def route(logits_TE: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,4 +36,4 @@ def sparse_swiglu(x_TD: torch.Tensor, experts: Experts, valid_T: torch.Tensor | 
 def _product(x_TX: torch.Tensor, matrices: Matrix, index: int, count: int) -> torch.Tensor:
     """Multiply x by matrix `index` of `count` stacked matrices of equal shape."""
     size = matrices.shape[0] // count
-    return matrices.on("torch").rows(index * size, (index + 1) * size).product(x_TX, RowClass.MANY)
+    return products_of(matrices.format, "torch")(matrices.storage.rows(index * size, (index + 1) * size), 1).product(x_TX, RowClass.MANY)

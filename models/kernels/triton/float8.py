@@ -9,9 +9,9 @@ from triton.language import constexpr, tensor
 from models.kernels.stream import Activation, Residual, RowClass
 from models.kernels.triton.activations import rounded
 from models.kernels.triton.launch import await_previous_kernel, cdiv, kernel, power_of_2
-from models.kernels.triton.products import ExpertOperands, TritonProducts
+from models.kernels.triton.moe import ExpertOperands
+from models.kernels.triton.products import TritonProducts
 from models.kernels.triton.text import quantized, swiglu_quantized
-from models.kernels.triton.tuned import ExpertTiles, expert_tiles
 from models.weights.float8 import BLOCK, BlockScaled, GroupScaled
 
 ROWS = 64  # matrix rows per program
@@ -74,29 +74,28 @@ def _launch(x_TK: GroupScaled, weight_NK: BlockScaled, out_STN: torch.Tensor) ->
 class TritonFloat8(TritonProducts[BlockScaled]):
     """See `TritonProducts`. Products of few tokens that are added to the residual use split-K."""
 
-    def multiply(self, x_TX: GroupScaled, matrix: BlockScaled, rows: RowClass) -> torch.Tensor:
-        """Return x @ matrix.T in bfloat16 for any number of tokens."""
-        return multiply(x_TX, matrix)
+    has_gemv = False
+    is_float8 = True
 
-    def product_of_many(self, x_TX: Activation, matrix: BlockScaled, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
-        y_TN = self.multiply(rounded(x_TX), matrix, rows)
+    def multiply(self, x_TX: GroupScaled, rows: RowClass) -> torch.Tensor:
+        """Return x @ matrix.T in bfloat16 for any number of tokens."""
+        return multiply(x_TX, self.matrix)
+
+    def product_of_many(self, x_TX: Activation, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
+        y_TN = self.multiply(rounded(x_TX), rows)
         return y_TN if out_TN is None else out_TN.copy_(y_TN)
 
     def activated(self, gate_up_TN: torch.Tensor) -> GroupScaled:
         return swiglu_quantized(gate_up_TN)
 
-    def add_many_to(self, residual: Residual, x_TX: Activation, matrix: BlockScaled, rows: RowClass) -> None:
+    def add_many_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
         x_TX = rounded(x_TX)
-        is_cut = rows <= RowClass.SOME
-        residual.add_(multiply_in_parts(x_TX, matrix) if is_cut else self.multiply(x_TX, matrix, rows)[None])
+        residual.add_(multiply_in_parts(x_TX, self.matrix) if rows <= RowClass.SOME else self.multiply(x_TX, rows)[None])
 
-    def product_f32(self, x_TX: torch.Tensor, matrix: BlockScaled, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
+    def product_f32(self, x_TX: torch.Tensor, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
         assert out_TN is None
-        return multiply(quantized(x_TX), matrix, torch.float32)
+        return multiply(quantized(x_TX), self.matrix, torch.float32)
 
-    def expert_tiles(self, num_tokens: int, capability: tuple[int, int]) -> ExpertTiles:
-        return expert_tiles(num_tokens, True, capability)
-
-    def expert_operands(self, x_TX: torch.Tensor, matrices: BlockScaled, num_tokens: int) -> ExpertOperands:
-        x, scales = quantized(x_TX), matrices.padded_scales
-        return ExpertOperands(x.padded, x.scales, matrices.values, scales, scales.shape[1], len(x.padded))
+    def expert_operands(self, x_TX: torch.Tensor) -> ExpertOperands:
+        x, scales = quantized(x_TX), self.matrix.padded_scales
+        return ExpertOperands(x.padded, x.scales, self.matrix.values, scales, scales.shape[1], len(x.padded))

@@ -4,20 +4,20 @@ Words of a row lie in runs, see `models.weights.layouts.run_of`.
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from models.kernels.ops import Experts
+from models.kernels.humming import Humming, HummingMatrix, converted
 from models.kernels.stream import Activation, Residual, RowClass
 from models.kernels.triton.activations import values_of
 from models.kernels.triton.gemv import Norm
 from models.kernels.triton.launch import await_previous_kernel, cdiv, floats, kernel, num_multiprocessors, power_of_2
-from models.kernels.triton.moe import weighted_sum
-from models.kernels.triton.products import Codes, ExpertGemv, ExpertOperands, TritonProducts
-from models.kernels.triton.tuned import ExpertTiles, expert_tiles
+from models.kernels.triton.moe import ExpertOperands, weighted_sum
+from models.kernels.triton.products import TritonProducts
 from models.weights.grouped import Grouped
 from models.weights.layouts import WORD, run_of
 
@@ -26,7 +26,6 @@ ROWS, WORDS, WARPS, STAGES = 64, 16, 4, 2  # per program of `_multiply`
 LEAST_TOKENS, MOST_TOKENS = 16, 128  # limits of its tile
 LEAST_ROWS, LEAST_WORDS = 16, 16  # minimum for one product of tensor cores
 SPLITS = 4  # of the inner dimension, for a sum that is added to the residual
-MOST_WITH_CODES = 512  # tokens whose experts are multiplied without being dequantized
 DENSE_ROWS, DENSE_WORDS = 8, 64  # per program of `_dequantize`
 
 
@@ -266,39 +265,32 @@ def dequantize(matrix: Grouped, dtype: torch.dtype) -> torch.Tensor:
     return out_NK
 
 
-class GroupedExperts:
-    """See `ExpertGemv`."""
-
-    @staticmethod
-    def expert_swiglu(x_1D: torch.Tensor, gate_up: Grouped, chosen_K: torch.Tensor, num_experts: int) -> torch.Tensor:
-        inner_KI = x_1D.new_empty((len(chosen_K), gate_up.shape[0] // num_experts // 2))
-        return gemv(x_1D, gate_up, inner_KI, gated=True, chosen_K=chosen_K, num_matrices=num_experts)
-
-    @staticmethod
-    def expert_sum(
-        inner_KI: torch.Tensor, down: Grouped, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool
-    ) -> None:
-        parts_KD = inner_KI.new_empty((len(chosen_K), out_1D.shape[1]))
-        gemv(inner_KI, down, parts_KD, chosen_K=chosen_K, num_matrices=down.shape[0] // out_1D.shape[1])
-        weighted_sum(parts_KD, chosen_K[None], weights_K[None], out_1D, adds)
-
-
 class TritonGrouped(TritonProducts[Grouped]):
-    """See `TritonProducts`. Few tokens use our kernel, which reads the words once. More tokens, or a matrix without whole tiles, use
-    dequantized values in scratch memory and cuBLAS."""
+    """See `TritonProducts`. Few tokens use our kernel, which reads the words once. More tokens, a matrix without whole tiles and experts
+    use dequantized values in scratch memory."""
 
-    gemv = staticmethod(gemv)
+    max_chosen = 1 << 30
 
-    def product_of_many(self, x_TX: Activation, matrix: Grouped, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
-        x_TX = values_of(x_TX)
+    def finished(self) -> TritonProducts[Any]:
+        matrix = converted(self.matrix, self.count)
+        return self if matrix is None else self.by_library(matrix)
+
+    def by_library(self, matrix: HummingMatrix) -> Humming:
+        return Humming(matrix, self.count)
+
+    def gemv(self, x_1X: torch.Tensor, out_1N: torch.Tensor, norm: Norm | None, gated: bool = False, adds: bool = False) -> torch.Tensor:
+        return gemv(x_1X, self.matrix, out_1N, norm, gated, adds)
+
+    def product_of_many(self, x_TX: Activation, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
+        x_TX, matrix = values_of(x_TX), self.matrix
         if rows > RowClass.SOME or not has_tiles(matrix):
             return torch.mm(x_TX, dequantize(matrix, x_TX.dtype).t(), out=out_TN)
         out_TN = x_TX.new_empty((len(x_TX), matrix.shape[0])) if out_TN is None else out_TN
         multiply(x_TX, matrix, out_TN[None])
         return out_TN
 
-    def add_many_to(self, residual: Residual, x_TX: Activation, matrix: Grouped, rows: RowClass) -> None:
-        x_TX = values_of(x_TX)
+    def add_many_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
+        x_TX, matrix = values_of(x_TX), self.matrix
         if rows > RowClass.SOME or not has_tiles(matrix):
             residual.sum_TD.addmm_(x_TX, dequantize(matrix, x_TX.dtype).t())
             return
@@ -307,20 +299,20 @@ class TritonGrouped(TritonProducts[Grouped]):
         multiply(x_TX, matrix, parts_STD)
         residual.add_(parts_STD)
 
-    def product_f32(self, x_TX: torch.Tensor, matrix: Grouped, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
-        return torch.mm(x_TX, dequantize(matrix, x_TX.dtype).t(), out_dtype=torch.float32, out=out_TN)
+    def product_f32(self, x_TX: torch.Tensor, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.mm(x_TX, dequantize(self.matrix, x_TX.dtype).t(), out_dtype=torch.float32, out=out_TN)
 
-    def expert_gemv(self, experts: Experts) -> ExpertGemv | None:
-        return GroupedExperts()
+    def expert_swiglu(self, x_1D: torch.Tensor, chosen_K: torch.Tensor) -> torch.Tensor:
+        inner_KI = x_1D.new_empty((len(chosen_K), self.width // self.count // 2))
+        return gemv(x_1D, self.matrix, inner_KI, gated=True, chosen_K=chosen_K, num_matrices=self.count)
 
-    def expert_tiles(self, num_tokens: int, capability: tuple[int, int]) -> ExpertTiles:
-        return expert_tiles(num_tokens, False, capability)
+    def expert_sum(
+        self, inner_KI: torch.Tensor, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool
+    ) -> None:
+        parts_KD = inner_KI.new_empty((len(chosen_K), out_1D.shape[1]))
+        gemv(inner_KI, self.matrix, parts_KD, chosen_K=chosen_K, num_matrices=self.count)
+        weighted_sum(parts_KD, chosen_K[None], weights_K[None], out_1D, adds)
 
-    def expert_operands(self, x_TX: torch.Tensor, matrices: Grouped, num_tokens: int) -> ExpertOperands:
-        """Return codes for few tokens, if a run of words is large enough for a product; otherwise dequantize all experts."""
-        scheme, run = matrices.scheme, run_of(matrices.scheme, matrices.shape[1])
-        if num_tokens <= MOST_WITH_CODES and scheme.element.startswith("int") and run * (WORD // scheme.bits) >= LEAST_WORDS:
-            codes = Codes(matrices.zeros, matrices.middle, WORD // scheme.bits, run, matrices.scales.shape[1])
-            return ExpertOperands(x_TX, x_TX, matrices.codes, matrices.scales, codes=codes)
-        values = dequantize(matrices, x_TX.dtype)
+    def expert_operands(self, x_TX: torch.Tensor) -> ExpertOperands:
+        values = dequantize(self.matrix, x_TX.dtype)
         return ExpertOperands(x_TX, x_TX, values, values)

@@ -5,6 +5,8 @@ Programs for few tokens search all choices for those of their expert; many choic
 """
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,11 +15,8 @@ from triton.language import constexpr, tensor
 
 from models.kernels.ops import Experts
 from models.kernels.triton.launch import await_kernel, await_previous_kernel, capability_of, cdiv, floats, kernel
-from models.kernels.triton.products import ExpertProducts, triton_products
 from models.kernels.triton.routing import Choices, SortedChoices, route, sort
-from models.kernels.triton.text import swiglu
-from models.kernels.triton.tuned import FEW_CHOICES, ExpertTiles
-from models.weights.matrix import Matrix
+from models.kernels.triton.tuned import FEW_CHOICES, ExpertTiles, expert_tiles
 
 SUM_COLUMNS, SUM_WARPS = 1024, 4  # per program of `_weighted_sum`
 TURNED_ROWS = 64  # with fewer rows, untransposed float8 products would use a wider type
@@ -43,20 +42,11 @@ def _column_scales(place: tensor, column: tensor, DISTANCE: constexpr) -> tensor
 
 
 @triton.jit
-def _dot_of_codes(values: tensor, words: tensor, zero: tensor, PER_WORD: constexpr) -> tensor:
-    """Return values (R, K) times the codes minus zero points (C,) in words (K / PER_WORD, C); each word holds values K / PER_WORD apart."""
-    BITS: tl.constexpr = 32 // PER_WORD
-    codes = (words[None, :, :] >> (tl.arange(0, PER_WORD) * BITS)[:, None, None]) & ((1 << BITS) - 1)
-    factor = tl.reshape(codes, (words.shape[0] * PER_WORD, words.shape[1])).to(tl.float32) - zero[None, :]
-    return tl.dot(values, factor.to(values.dtype))  # exact in bfloat16
-
-
-@triton.jit
 def _multiply(
-    x: tensor, x_scales: tensor, matrices: tensor, scales: tensor, zeros: tensor, weights: tensor, out: tensor, expert: tensor,
-    slot: tensor, inside: tensor, tile: tensor, num_tokens: tensor, scale_stride: tensor, GATED: constexpr, SCALED: constexpr,
-    TURNED: constexpr, PER_WORD: constexpr, MIDDLE: constexpr, HAS_ZEROS: constexpr, CHOSEN: constexpr, WIDTH: constexpr, OUT: constexpr,
-    SCALES: constexpr, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr, STAGES: constexpr,
+    x: tensor, x_scales: tensor, matrices: tensor, scales: tensor, weights: tensor, out: tensor, expert: tensor, slot: tensor,
+    inside: tensor, tile: tensor, num_tokens: tensor, scale_stride: tensor, GATED: constexpr, SCALED: constexpr, TURNED: constexpr,
+    CHOSEN: constexpr, WIDTH: constexpr, OUT: constexpr, SCALES: constexpr, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr,
+    STAGES: constexpr,
 ) -> None:  # fmt: skip
     """Multiply ROWS choices of an expert by COLUMNS of its OUT rows of WIDTH values; columns of a projection share a block of scales.
 
@@ -68,20 +58,13 @@ def _multiply(
     if GATED:
         source, row, first = slot // CHOSEN, column % 2 * (OUT // 2) + column // 2, tile * (COLUMNS // 2)
     inputs = x + source.to(tl.int64)[:, None] * WIDTH + depth[None, :]
-    row_of_all = expert.to(tl.int64) * OUT + row
-    factors = matrices + row_of_all[None, :] * WIDTH + depth[:, None]
-    if PER_WORD:
-        factors = matrices + row_of_all[None, :] * (WIDTH // PER_WORD) + tl.arange(0, DEPTH // PER_WORD)[:, None]
+    factors = matrices + (expert.to(tl.int64) * OUT + row)[None, :] * WIDTH + depth[:, None]
     block = scales + (expert * (OUT // 128) + first // 128) * SCALES
     total = tl.zeros((COLUMNS, ROWS) if TURNED else (ROWS, COLUMNS), tl.float32)
     for step in tl.range(0, WIDTH // DEPTH, num_stages=STAGES):
         values = tl.load(inputs + step * DEPTH, inside[:, None], 0.0)
-        factor = tl.load(factors + step * (DEPTH // PER_WORD if PER_WORD else DEPTH))
-        if PER_WORD:
-            place = row_of_all * SCALES + step * DEPTH // (WIDTH // SCALES)
-            zero = tl.load(zeros + place).to(tl.float32) if HAS_ZEROS else tl.full((COLUMNS,), MIDDLE, tl.float32)
-            total += _dot_of_codes(values, factor, zero, PER_WORD) * tl.load(scales + place).to(tl.float32)[None, :]
-        elif SCALED:
+        factor = tl.load(factors + step * DEPTH)
+        if SCALED:
             group = step * DEPTH // 128
             input_scale = tl.load(x_scales + group * scale_stride + source, inside, 0.0)
             scale = _column_scales(block + group, column, OUT // 256 * SCALES if GATED else 0)
@@ -103,10 +86,10 @@ def _multiply(
 
 @kernel(do_not_specialize=["num_slots", "num_tokens", "scale_stride"])
 def _multiply_experts(
-    x: tensor, x_scales: tensor, matrices: tensor, scales: tensor, zeros: tensor, weights: tensor, out: tensor, choices: tensor,
-    experts: tensor, rows: tensor, num_slots: tensor, num_tokens: tensor, scale_stride: tensor, SLOTS: constexpr, GATED: constexpr,
-    SCALED: constexpr, TURNED: constexpr, PER_WORD: constexpr, MIDDLE: constexpr, HAS_ZEROS: constexpr, CHOSEN: constexpr, WIDTH: constexpr,
-    OUT: constexpr, SCALES: constexpr, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr, STAGES: constexpr, OVERLAP: constexpr,
+    x: tensor, x_scales: tensor, matrices: tensor, scales: tensor, weights: tensor, out: tensor, choices: tensor, experts: tensor,
+    rows: tensor, num_slots: tensor, num_tokens: tensor, scale_stride: tensor, SLOTS: constexpr, GATED: constexpr, SCALED: constexpr,
+    TURNED: constexpr, CHOSEN: constexpr, WIDTH: constexpr, OUT: constexpr, SCALES: constexpr, ROWS: constexpr, COLUMNS: constexpr,
+    DEPTH: constexpr, STAGES: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """With SLOTS, program (i, j) computes the j-th columns of the expert of choice i, unless an earlier choice has the same expert.
     Otherwise a program computes some columns of one block of sorted `choices`, in order of blocks."""
@@ -124,8 +107,8 @@ def _multiply_experts(
             is_row = (mine[None, :] > 0) & (rank[None, :] == row[:, None])
             slot = tl.sum(tl.where(is_row, every[None, :], 0), 1)
             _multiply(
-                x, x_scales, matrices, scales, zeros, weights, out, expert, slot, row < count, tl.program_id(1), num_tokens,
-                scale_stride, GATED, SCALED, TURNED, PER_WORD, MIDDLE, HAS_ZEROS, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
+                x, x_scales, matrices, scales, weights, out, expert, slot, row < count, tl.program_id(1), num_tokens,
+                scale_stride, GATED, SCALED, TURNED, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
             )  # fmt: skip
     else:
         TILES: tl.constexpr = OUT // COLUMNS
@@ -134,37 +117,45 @@ def _multiply_experts(
         if count > 0:
             slot = tl.load(choices + block * ROWS + row, row < count, 0)
             _multiply(
-                x, x_scales, matrices, scales, zeros, weights, out, expert, slot, row < count, tl.program_id(0) % TILES, num_tokens,
-                scale_stride, GATED, SCALED, TURNED, PER_WORD, MIDDLE, HAS_ZEROS, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
+                x, x_scales, matrices, scales, weights, out, expert, slot, row < count, tl.program_id(0) % TILES, num_tokens,
+                scale_stride, GATED, SCALED, TURNED, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
             )  # fmt: skip
 
 
-def sparse_swiglu(x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None) -> torch.Tensor:
+class ExpertOperands(NamedTuple):
+    """Inputs and stacked matrices, with their scales, if any."""
+
+    inputs: torch.Tensor
+    input_scales: torch.Tensor
+    matrices: torch.Tensor
+    scales: torch.Tensor
+    num_scales: int = 0  # scales per row of blocks; 0: unscaled
+    scale_stride: int = 0  # between columns of the inputs' scales
+
+
+Operands = Callable[[torch.Tensor], ExpertOperands]  # of inputs
+
+
+def sparse_swiglu(
+    x_TD: torch.Tensor,
+    logits_TE: torch.Tensor,
+    experts: Experts,
+    valid_T: torch.Tensor | None,
+    gate_up: Operands,
+    down: Operands,
+    is_float8: bool,
+) -> torch.Tensor:
     """Return (S, T, D), see `Ops`, from the router's logits `logits_TE`, for at least one token."""
-    (num_tokens, width), products = x_TD.shape, triton_products(experts.gate_up)
+    num_tokens, width = x_TD.shape
     num_slots = num_tokens * experts.num_given
-    if (own := products.expert_products(experts)) is not None:
-        return _own_swiglu(own, x_TD, experts, route(logits_TE, experts, valid_T, counted=True))
-    tiles = products.expert_tiles(num_tokens, capability_of(x_TD.device))
+    tiles = expert_tiles(num_tokens, is_float8, capability_of(x_TD.device))
     parts_KTD, is_much = x_TD.new_empty((experts.num_given, num_tokens, width)), num_slots > FEW_CHOICES
     choices = route(logits_TE, experts, valid_T, parts_KTD, counted=is_much)
     blocks = sort(choices, tiles.rows) if is_much else None
     inner_SI = x_TD.new_empty((num_slots, experts.down.shape[1]))
-    _launch(x_TD, experts.gate_up, choices, blocks, inner_SI, tiles, is_gated=True)
-    _launch(inner_SI, experts.down, choices, blocks, parts_KTD, tiles, is_gated=False)
+    _launch(gate_up(x_TD), choices, blocks, inner_SI, tiles, is_gated=True)
+    _launch(down(inner_SI), choices, blocks, parts_KTD, tiles, is_gated=False)
     return parts_KTD
-
-
-def _own_swiglu(own: ExpertProducts, x_TD: torch.Tensor, experts: Experts, choices: Choices) -> torch.Tensor:
-    """Return (1, T, D) by a format's own products."""
-    gate_up, down, num_slots = experts.gate_up.storage, experts.down.storage, choices.experts_TK.numel()
-    blocks = sort(choices, own.rows_of(gate_up, num_slots), is_filled=True)
-    inner_SI = swiglu(own.of_choices(x_TD, gate_up, blocks, experts.num_given))
-    if (rows := own.rows_of(down, num_slots)) != blocks.rows:
-        blocks = sort(choices, rows, is_filled=True)
-    sum_TD = torch.empty_like(x_TD)
-    weighted_sum(own.of_choices(inner_SI, down, blocks, 1), choices.experts_TK, choices.weights_TK, sum_TD, adds=False)
-    return sum_TD[None]
 
 
 @kernel()
@@ -197,18 +188,12 @@ def weighted_sum(values_SD: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: t
 
 
 def _launch(
-    x: torch.Tensor, matrices: Matrix, choices: Choices, blocks: SortedChoices | None, out: torch.Tensor, tiles: ExpertTiles, is_gated: bool
+    given: ExpertOperands, choices: Choices, blocks: SortedChoices | None, out: torch.Tensor, tiles: ExpertTiles, is_gated: bool
 ) -> None:
-    """Launch; x holds tokens if it `is_gated`, otherwise values of each choice."""
-    (num_tokens, chosen), width = choices.experts_TK.shape, matrices.shape[1]
-    rows_out = matrices.shape[0] // choices.num_experts
-    given = triton_products(matrices).expert_operands(x, matrices.storage, num_tokens)
+    """Launch; inputs are tokens if it `is_gated`, otherwise values of each choice."""
+    (num_tokens, chosen), (rows, width) = choices.experts_TK.shape, given.matrices.shape
+    rows_out, is_scaled = rows // choices.num_experts, given.num_scales > 0
     columns = math.gcd(rows_out, tiles.up_columns if is_gated else tiles.down_columns)
-    depth, is_scaled, num_scales = math.gcd(width, tiles.depth), given.num_scales > 0, given.num_scales
-    zeros, middle, per_word = given.scales, 0, 0
-    if (codes := given.codes) is not None:
-        depth, num_scales, middle, per_word = codes.run * codes.per_word, codes.groups, codes.middle, codes.per_word
-        zeros = zeros if codes.zeros is None else codes.zeros
     num_tiles, num_slots = rows_out // columns, num_tokens * chosen
     if blocks is not None:
         grid, slots, lists = (len(blocks.experts_B) * num_tiles, 1), 0, (blocks.slots, blocks.experts_B, blocks.rows_B)
@@ -216,10 +201,8 @@ def _launch(
         grid, slots = (num_slots, num_tiles), next(size for size in (16, 128, FEW_CHOICES) if size >= num_slots)
         lists = (choices.experts_TK,) * 3
     _multiply_experts[grid](
-        given.inputs, given.input_scales, given.matrices, given.scales, zeros, choices.weights_TK, out, *lists,
-        num_slots, num_tokens, given.scale_stride,
-        SLOTS=slots, GATED=is_gated, SCALED=is_scaled, TURNED=is_scaled and tiles.rows < TURNED_ROWS,
-        PER_WORD=per_word, MIDDLE=middle, HAS_ZEROS=codes is not None and codes.zeros is not None,
-        CHOSEN=chosen, WIDTH=width, OUT=rows_out, SCALES=num_scales,
-        ROWS=tiles.rows, COLUMNS=columns, DEPTH=depth, STAGES=tiles.stages, num_warps=tiles.warps,
+        given.inputs, given.input_scales, given.matrices, given.scales, choices.weights_TK, out, *lists, num_slots, num_tokens,
+        given.scale_stride, SLOTS=slots, GATED=is_gated, SCALED=is_scaled, TURNED=is_scaled and tiles.rows < TURNED_ROWS,
+        CHOSEN=chosen, WIDTH=width, OUT=rows_out, SCALES=given.num_scales,
+        ROWS=tiles.rows, COLUMNS=columns, DEPTH=math.gcd(width, tiles.depth), STAGES=tiles.stages, num_warps=tiles.warps,
     )  # fmt: skip

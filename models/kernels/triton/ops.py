@@ -7,7 +7,6 @@ from models.kernels.stream import Normed, Residual, RowClass
 from models.kernels.triton.activations import single_of, values_of
 from models.kernels.triton.delta import delta_rule
 from models.kernels.triton.gemv import gemv
-from models.kernels.triton.moe import sparse_swiglu
 from models.kernels.triton.pixels import resample, resample_to_patches_
 from models.kernels.triton.plain import TritonPlain
 from models.kernels.triton.products import triton_products
@@ -15,8 +14,6 @@ from models.kernels.triton.routing import route
 from models.kernels.triton.text import gate, norm_rope_store, rotary_rows, store_float8
 from models.kernels.triton.tower import layer_norm
 from models.weights.plain import Plain
-
-ROUTER = TritonPlain()
 
 
 class TritonOps:
@@ -43,15 +40,15 @@ class TritonOps:
             gemv(stream_1D, experts.router_ED, logits_TE, norm, normed_1D=values_TD)
         else:
             values_TD = values_of(x_TD)
-            logits_TE = ROUTER.product(values_TD, Plain(experts.router_ED), rows, None)
-        own = triton_products(experts.gate_up).expert_gemv(experts)
-        if rows != RowClass.SINGLE or own is None:
-            return sparse_swiglu(values_TD, logits_TE, experts, valid_T)
+            logits_TE = TritonPlain(Plain(experts.router_ED)).product(values_TD, rows)
+        products = triton_products(experts.gate_up)
+        if rows != RowClass.SINGLE or experts.num_given > products.max_chosen:
+            return products.sparse_swiglu(values_TD, logits_TE, experts, valid_T)
         choices = route(logits_TE, experts, valid_T)
         chosen_K, weights_K = choices.experts_TK[0], choices.weights_TK[0]
-        inner_KI = own.expert_swiglu(values_TD, experts.gate_up.storage, chosen_K, experts.count)
+        inner_KI = products.expert_swiglu(values_TD, chosen_K)
         out_1D = torch.empty_like(values_TD) if stream_TD is None else stream_TD
-        own.expert_sum(inner_KI, experts.down.storage, chosen_K, weights_K, out_1D, adds=stream_TD is not None)
+        triton_products(experts.down).expert_sum(inner_KI, chosen_K, weights_K, out_1D, adds=stream_TD is not None)
         return out_1D[None] if stream_TD is None else None
 
     gate_ = staticmethod(gate)

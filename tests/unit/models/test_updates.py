@@ -81,7 +81,7 @@ def derived(model: Qwen3VL) -> dict[str, torch.Tensor]:
     found = {**stored_tensors(model), "frame": tower.patch_embed._frame_weight, "offsets": tower._offsets}
     found |= {str(grid): tables.position_PD for grid, tables in tower._tables._tables.items()}
     if model.predictor is not None and model.predictor._rounded is not None:
-        found["rounded"] = model.predictor._rounded.storage.values.view(torch.uint8)
+        found["rounded"] = model.predictor._rounded.matrix.values.view(torch.uint8)
     return found
 
 

@@ -43,14 +43,14 @@ def make_experts(width: int, inner: int, is_float8: bool = False, has_shared: bo
 
     count = NUM_EXPERTS + has_shared
     router, gate_up, down = normal(NUM_EXPERTS + 8 * has_shared, width), normal(count * 2 * inner, width), normal(count * width, inner)
-    matrices = [Matrix.of(matrix, "portable", "float8" if is_float8 else "plain") for matrix in (gate_up, down)]
+    matrices = [Matrix.of(matrix, "portable", "float8" if is_float8 else "plain", count) for matrix in (gate_up, down)]
     return Experts(router, *matrices, 0, count, NUM_EXPERTS, CHOSEN, has_shared)
 
 
 def ours(x_TD: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None) -> torch.Tensor:
-    from models.kernels.triton.moe import sparse_swiglu
+    from models.kernels.triton.products import triton_products
 
-    return sparse_swiglu(x_TD, x_TD @ experts.router_ED.t(), experts, valid_T)
+    return triton_products(experts.gate_up).sparse_swiglu(x_TD, x_TD @ experts.router_ED.t(), experts, valid_T)
 
 
 def evenly(x_TD: torch.Tensor, experts: Experts) -> None:
@@ -114,7 +114,10 @@ def test_a_single_token(width: int, inner: int, chosen: int, has_shared: bool) -
     shares = []
     for first, count in ((0, 3), (3, 5 + has_shared)):
         end = first + count
-        gate_up, down = whole.gate_up.rows(first * 2 * inner, end * 2 * inner), whole.down.rows(first * width, end * width)
+        gate_up, down = (
+            Matrix.of(matrix.storage.values[first * rows : end * rows], "portable", count=count)
+            for matrix, rows in ((whole.gate_up, 2 * inner), (whole.down, width))
+        )
         shares.append(added(replace(whole, gate_up=gate_up, down=down, first=first, count=count)))
     torch.testing.assert_close(shares[0] + shares[1], expected, rtol=1e-4, atol=1e-4)
 

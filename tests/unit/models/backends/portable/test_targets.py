@@ -139,25 +139,27 @@ def launch_float8() -> None:
 
 def launch_experts(capability: int, is_float8: bool) -> None:
     from models.kernels.ops import Experts
-    from models.kernels.triton import expert_gemv, moe, routing
+    from models.kernels.triton import moe, routing
+    from models.kernels.triton.products import triton_products
     from models.kernels.triton.tuned import EXPERT_TILES
 
     def matrix(rows: int, columns: int) -> Matrix:
         format = "float8" if is_float8 else "plain"
-        return Matrix.empty(rows, columns, MatrixFormat(format, format), Place("portable", torch.device("cpu"), torch.bfloat16))
+        return Matrix.empty(rows, columns, MatrixFormat(format, format), Place("portable", torch.device("cpu"), torch.bfloat16), 128)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe, "capability_of", lambda _: (capability // 10, capability % 10))
         experts = Experts(bf16(128, 512), matrix(128 * 2 * 768, 512), matrix(128 * 512, 768), 0, 128, 128, 8)
+        gate_up, down = triton_products(experts.gate_up), triton_products(experts.down)
         for tiles in EXPERT_TILES[SHARED_BYTES[capability] < 100 << 10, is_float8]:
             num_tokens = min(tiles.num_tokens, 1000)
             real = torch.ones(num_tokens, dtype=torch.bool) if num_tokens == 1000 else None
-            moe.sparse_swiglu(bf16(num_tokens, 512), bf16(num_tokens, 128), experts, real)
+            gate_up.sparse_swiglu(bf16(num_tokens, 512), bf16(num_tokens, 128), experts, real)
         routing.route(bf16(1, 136), replace(experts, has_shared=True), None)
         choices = routing.route(bf16(1, 128), experts, None)
         if not is_float8:
-            inner = expert_gemv.expert_swiglu(bf16(1, 512), experts.gate_up.storage, choices.experts_TK[0], 128)
-            expert_gemv.expert_sum(inner, experts.down.storage, choices.experts_TK[0], choices.weights_TK[0], bf16(1, 512), adds=True)
+            inner = gate_up.expert_swiglu(bf16(1, 512), choices.experts_TK[0])
+            down.expert_sum(inner, choices.experts_TK[0], choices.weights_TK[0], bf16(1, 512), adds=True)
 
 
 def launch_grouped(element: str) -> None:
@@ -177,14 +179,10 @@ def launch_grouped(element: str) -> None:
         return
     grouped.gemv(bf16(1, 4096), matrix(4096, 4096, group, has_zeros=True), bf16(1, 4096), adds=True)
     chosen = torch.zeros(8, dtype=torch.int64)
-    experts = grouped.GroupedExperts()
-    inner = experts.expert_swiglu(bf16(1, 2048), matrix(4 * 2 * 768, 2048, group), chosen, 4)
-    experts.expert_sum(inner, matrix(4 * 2048, 768, group), chosen, bf16(8), bf16(1, 2048), adds=True)
-    of = MatrixFormat("int4-g128", "int4-g128")
-    given = [Matrix(matrix(128 * n, k, group), of, "portable", 128) for n, k in ((1536, 2048), (2048, 768))]
-    for num_tokens in (16, 512):
-        stacked = Experts(bf16(128, 2048), *given, 0, 128, 128, 8)
-        moe.sparse_swiglu(bf16(num_tokens, 2048), bf16(num_tokens, 128), stacked, None)
+    gate_up, down = (grouped.TritonGrouped(matrix(4 * n, k, group), 4) for n, k in ((1536, 2048), (2048, 768)))
+    down.expert_sum(gate_up.expert_swiglu(bf16(1, 2048), chosen), chosen, bf16(8), bf16(1, 2048), adds=True)
+    nothing = Matrix.of(bf16(1, 2048), "portable")
+    stacked = Experts(bf16(128, 2048), nothing, nothing, 0, 128, 128, 8)
     choices = routing.route(bf16(64, 128), stacked, None, counted=True)
     routing.sort(choices, 24, is_filled=True)
     moe.weighted_sum(bf16(64 * 8, 2048), choices.experts_TK, choices.weights_TK, bf16(64, 2048), adds=False)
