@@ -9,8 +9,8 @@ from models.cache.spec import CacheSpec
 from models.checkpoint.names import CheckpointPart, module_tensors
 from models.config.types import ModelConfig, TextConfig
 from models.decoders.batch import ForwardBatch
-from models.decoders.contract import Predictor, Tower
-from models.decoders.head import Eagle3Predictor, HeadPredictor
+from models.decoders.contract import Tower
+from models.decoders.head import Eagle3Predictor, Predictor
 from models.decoders.text import TextModel
 from models.kernels.backend import Backend
 from models.kernels.paged import AttentionBackend
@@ -46,7 +46,7 @@ class CausalLM(nn.Module):
         self.predictor: Predictor | None = None
         embedding = self.language_model.embed_tokens
         if self.head is not None:
-            self.predictor = HeadPredictor(self.head, self.language_model.rope, embedding, self.lm_head, tp)
+            self.predictor = Predictor(self.head, self.language_model.rope, embedding, self.lm_head, tp)
         elif (eagle3 := config.text.eagle3) is not None:
             self.eagle3 = Eagle3Head(eagle3, config.text.vocab_size, Setup.on(backend, tp, dtype))
             self.predictor = Eagle3Predictor(self.eagle3, MRope(eagle3.layer, setup.ops, self.device), embedding, tp)

@@ -11,7 +11,8 @@ import torch
 from models.cache.spec import CacheSpec
 from models.checkpoint.names import CheckpointPart
 from models.config.types import ModelConfig
-from models.decoders.batch import ForwardBatch, HeadTokens
+from models.decoders.batch import ForwardBatch
+from models.decoders.head import Predictor
 from models.kernels.paged import AttentionBackend
 from models.media.geometry import Grid
 from models.parallel.group import TensorParallel
@@ -41,28 +42,6 @@ class Tower(Protocol):
 
     def finish(self) -> None:
         """Recompute in place what is derived from weights; call after they have changed."""
-
-
-class Predictor(Protocol):
-    """Prediction head of a model, see `layers.head` and `layers.eagle3`."""
-
-    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """Return the (T, D) embeddings of token ids for `predict`."""
-
-    def predict(
-        self, embedded_TD: torch.Tensor, hidden_TX: torch.Tensor, tokens: HeadTokens, attention: AttentionBackend, wanted_S: torch.Tensor
-    ) -> torch.Tensor:
-        """Return (S, D), the input of `top_tokens`, from `ForwardBatch.hidden_TX` of tokens and the embeddings of the next tokens. The
-        result replaces the hidden states in the next call. `attention` has been planned for the tokens."""
-
-    def top_tokens(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Return the (S,) tokens with the largest logits of `predict`'s result; the output matrix may be rounded."""
-
-    def round_output_matrix(self) -> None:
-        """Keep a float8 copy of the output matrix for `top_tokens`, if it has whole blocks."""
-
-    def finish(self) -> None:
-        """Round a kept copy again, in place; call after the weights have changed."""
 
 
 class LanguageModel(Protocol):

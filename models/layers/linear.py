@@ -66,9 +66,14 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = setup.parameter(out_features, in_features)
         self.bias = setup.parameter(out_features)
+        self.change: Callable[[torch.Tensor], torch.Tensor] | None = None  # of an adapter
+
+    def matrix(self) -> torch.Tensor:
+        """Return the weight with the change of an adapter."""
+        return self.weight if self.change is None else self.change(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.matrix(), self.bias)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         for name, tensor in (("weight", self.weight.data), ("bias", self.bias.data)):

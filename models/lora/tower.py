@@ -29,19 +29,11 @@ class Change:
 
 
 def adapt_linear(layer: Linear, num_slots: int, rank: int, slot: TowerSlot) -> Change:
-    """Make `layer.weight` the changed matrix. The layer keeps its parameter and the names of its tensors."""
+    """Let the layer multiply by the changed matrix."""
     weight = layer.weight.data
     change = Change(weight.new_zeros((num_slots, rank, weight.shape[1])), weight.new_zeros((num_slots, weight.shape[0], rank)), slot)
-    vars(layer)["change"] = change
-    layer.__class__ = type(f"Adapted{type(layer).__name__}", (type(layer),), {"weight": property(_changed_weight)})
+    layer.change = change.applied
     return change
-
-
-def _changed_weight(layer: Linear) -> torch.Tensor:
-    weight = layer._parameters["weight"]
-    assert weight is not None
-    changed: torch.Tensor = vars(layer)["change"].applied(weight)
-    return changed
 
 
 def rows_of(layer: Linear, path: str) -> list[tuple[slice, slice]]:

@@ -88,7 +88,7 @@ class KeyValueQuery(Linear):
 class ResidualLinear(Linear):
     def add_(self, input_PX: torch.Tensor, x_PD: torch.Tensor) -> None:
         """x += input @ weight.T; the bias is part of the offset."""
-        x_PD.addmm_(input_PX, self.weight.t())
+        x_PD.addmm_(input_PX, self.matrix().t())
 
 
 class VisionAttention(nn.Module):
@@ -116,7 +116,7 @@ class VisionMLP(nn.Module):
         self.linear_fc2 = ResidualLinear(config.intermediate_size, config.hidden_size, setup)
 
     def add_(self, normed_PD: torch.Tensor, x_PD: torch.Tensor) -> None:
-        self.linear_fc2.add_(self.ops.linear_gelu(normed_PD, self.linear_fc1.weight, self.linear_fc1.bias), x_PD)
+        self.linear_fc2.add_(self.ops.linear_gelu(normed_PD, self.linear_fc1.matrix(), self.linear_fc1.bias), x_PD)
 
 
 class VisionBlock(nn.Module):
@@ -152,7 +152,7 @@ class PatchMerger(nn.Module):
         """Map the stream (P, vision hidden) to `out_ND` (P / merge ** 2, decoder hidden)."""
         normed = self.norm(x_PD.view(-1, self.norm_size), offset_D).view(-1, self.joined_size)
         hidden = F.gelu(self.linear_fc1(normed))  # the exact GELU, unlike the blocks
-        torch.addmm(self.linear_fc2.bias, hidden, self.linear_fc2.weight.t(), out=out_ND)
+        torch.addmm(self.linear_fc2.bias, hidden, self.linear_fc2.matrix().t(), out=out_ND)
 
 
 class VisionTower(nn.Module):

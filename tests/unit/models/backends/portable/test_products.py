@@ -1,6 +1,9 @@
 """Products of each format in the interpreter against plain torch, each kernel pinned by a class of rows."""
 
 import itertools
+import sys
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,9 +14,15 @@ from models.kernels.ops import Experts
 from models.kernels.reference.moe import sparse_swiglu as torch_sparse_swiglu
 from models.kernels.reference.norms import rms_norm
 from models.kernels.stream import Residual, RowClass
+from models.layers.linear import RowParallelLinear, Setup
+from models.lora.low_rank import make_low_rank
+from models.lora.matrix import AdaptedProducts, StepSlots
+from models.parallel.group import TensorParallel
 from models.weights.float8 import GroupScaled
 from models.weights.matrix import Matrix, Place, Products, products_of
 from tests.unit.models.backends.portable.interpreter import interpreted
+
+ROOT, CPU, SINGLE = Path(__file__).parents[5], torch.device("cpu"), TensorParallel.single()
 
 
 def reference(matrix: Matrix) -> Products[Any]:
@@ -88,3 +97,30 @@ def test_low_bit_experts(format: str, num_tokens: int) -> None:
     found = TritonOps().sparse_swiglu(Residual(x.clone()).normed(norm, 1e-6), experts, rows, None).sum(0)
     expected = torch_sparse_swiglu(rms_norm(x, norm, 1e-6), experts, None).sum(0)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@interpreted(gate=True)
+@pytest.mark.parametrize(("format", "limit"), [("plain", 8), ("float8", 10), ("int4-g128", 10), ("plain-adapted", 10)])
+def test_an_output_projection_runs_few_files(format: str, limit: int) -> None:
+    """`decoder.py`, which calls it, and the files of functions that run up to the launch."""
+    from models.kernels.triton.lora import TritonLowRank
+    from models.kernels.triton.ops import TritonOps
+
+    setup, (stored, _, adapted) = Setup(SINGLE, TritonOps(), Place("portable", CPU, torch.float32)), format.partition("-adapted")
+    layer = RowParallelLinear(256, 256, MatrixFormat(stored, stored), setup)
+    x, residual = torch.randn(1, 256), Residual(torch.randn(1, 256))
+    layer.weight.storage.fill_normal_(0.1, torch.Generator())
+    if adapted:
+        steps, low_rank = StepSlots(), make_low_rank(2, 16, 256, ((0, 256, 0),), CPU, torch.float32)
+        layer.weight.bind(AdaptedProducts(layer.weight.products, low_rank, steps, setup.ops, TritonLowRank()))
+        steps.begin(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+    seen = {"decoder.py"}
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and f"{ROOT}/models/" in frame.f_code.co_filename:
+            seen.add(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    layer.add_(residual, x, RowClass.SINGLE)
+    sys.setprofile(None)
+    assert 3 < len(seen) <= limit, seen
