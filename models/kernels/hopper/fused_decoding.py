@@ -12,30 +12,13 @@ from models.kernels.ops import KVPool, NewHeads
 from models.kernels.paged import Int32s, PagedAttention
 from models.kernels.triton.launch import num_multiprocessors
 
-ROW_FIELDS = 2
-
-
-class FusedRows:
-    """See `Piece`: plan of `num_rows` rows of one token. The kernel also computes the heads, see `FusedDecoding`."""
-
-    def __init__(self, num_rows: int) -> None:
-        self._num_rows = num_rows
-
-    def plan(self, layout: AttentionLayout, before: Sequence[Int32s]) -> Int32s:
-        """Return (R, ROW_FIELDS): the number of a row's keys including the new one, and the start of its pages, 0 for the first row."""
-        assert len(layout.kv_lens_cpu) == self._num_rows and layout.page_indptr_cpu[0] == 0
-        return np.stack((layout.kv_lens_cpu.numpy(), layout.page_indptr_cpu.numpy()[:-1]), axis=1)
-
-    def launch(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, plan: torch.Tensor, pages: torch.Tensor) -> None:
-        raise AssertionError("the kernel makes the heads itself: run_fused")
-
 
 class FusedDecoding(PagedAttention):
     """See `FusedAttention`: `num_rows` rows of one token. Values in pages must be finite as for `Split`."""
 
     def __init__(self, pools: Sequence[KVPool], num_heads: int, num_rows: int, max_pages: int) -> None:
-        super().__init__(pools, [FusedRows(num_rows)], max_pages)
-        self._num_heads = num_heads
+        super().__init__(pools, [], max_pages)
+        self._num_heads, self._num_rows = num_heads, num_rows
         self._page_size, kv_heads, head_dim = pools[0][0].shape[1:]
         self._kernel = load_kernel("fused_decoding", head_dim)
         self._cluster: Cluster = fused_cluster(kv_heads, num_heads // kv_heads)
@@ -48,6 +31,11 @@ class FusedDecoding(PagedAttention):
         if num_rows > FUSED_ROWS or head_dim != FUSED_HEAD_DIM:
             return False
         return fused_cluster(kv_heads, num_heads // kv_heads).splits <= ANY_SPLITS or num_multiprocessors(keys.device) >= WHOLE_GPU
+
+    def plan_arrays(self, layout: AttentionLayout) -> tuple[Int32s, ...]:
+        """Return (R, 2): the number of a row's keys including the new one, and the start of its pages, 0 for the first row."""
+        assert len(layout.kv_lens_cpu) == self._num_rows and layout.page_indptr_cpu[0] == 0 and len(layout.pages) <= self.max_pages
+        return (np.stack((layout.kv_lens_cpu.numpy(), layout.page_indptr_cpu.numpy()[:-1]), axis=1),)
 
     def run_fused(self, layer: int, heads: NewHeads) -> torch.Tensor:
         qkv_THK = heads.qkv_TX.unflatten(1, (-1, FUSED_HEAD_DIM))

@@ -31,14 +31,15 @@ def _norm(
     return value
 
 
-@triton.jit
-def multiply_rows(
-    x: tensor, norm_weight: tensor, weight: tensor, out: tensor, normed: tensor, eps: tensor, program: tensor, num_programs: tensor,
-    OUT: constexpr, WIDTH: constexpr, NORM: constexpr, KEPT: constexpr, GATED: constexpr, RAW: constexpr, ADD: constexpr,
-    OVERLAP: constexpr, ROWS: constexpr, BLOCK: constexpr, BLOCKS: constexpr,
+@kernel()
+def _gemv(
+    x: tensor, norm_weight: tensor, weight: tensor, out: tensor, normed: tensor, eps: tensor, OUT: constexpr, WIDTH: constexpr,
+    NORM: constexpr, KEPT: constexpr, GATED: constexpr, ADD: constexpr, OVERLAP: constexpr, ROWS: constexpr, BLOCK: constexpr,
+    BLOCKS: constexpr,
 ) -> None:  # fmt: skip
     """One program: every num_programs-th group of ROWS values. The next weights are prefetched during a product, the first before the
-    preceding kernel has finished: weights are constant. If RAW, the halves of a gated product are stored without the activation."""
+    preceding kernel has finished: weights are constant."""
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
     column, row = tl.arange(0, BLOCK), program * ROWS + tl.arange(0, ROWS)
     step = num_programs * ROWS
     place = weight + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
@@ -69,27 +70,12 @@ def multiply_rows(
         result = tl.sum(total, 1)
         if GATED:
             result_up = tl.sum(up.to(tl.float32) * value[None, :], 1)
-            if RAW:
-                tl.store(out + OUT + row, result_up, row < OUT)
-            else:
-                result = result / (1 + tl.exp(-result)) * result_up
+            result = result / (1 + tl.exp(-result)) * result_up
             up = next_up
         if ADD:
             result += floats(out + row, row < OUT)
         tl.store(out + row, result.to(out.dtype.element_ty), row < OUT)
         row += step
-
-
-@kernel()
-def _gemv(
-    x: tensor, norm_weight: tensor, weight: tensor, out: tensor, normed: tensor, eps: tensor, OUT: constexpr, WIDTH: constexpr,
-    NORM: constexpr, KEPT: constexpr, GATED: constexpr, ADD: constexpr, OVERLAP: constexpr, ROWS: constexpr, BLOCK: constexpr,
-    BLOCKS: constexpr,
-) -> None:  # fmt: skip
-    multiply_rows(
-        x, norm_weight, weight, out, normed, eps, tl.program_id(0), tl.num_programs(0), OUT, WIDTH, NORM, KEPT, GATED, False, ADD, OVERLAP,
-        ROWS, BLOCK, BLOCKS,
-    )  # fmt: skip
 
 
 def gemv(
