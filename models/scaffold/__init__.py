@@ -1,6 +1,6 @@
 """Generator of complete model folders without a download: published shapes with dummy weights, and tiny models.
 
-Called by the registry (`--load-format dummy`) and by tests.
+Called by the registry (`--load-format dummy`), by tests and by `python -m models.scaffold`.
 """
 
 import json
