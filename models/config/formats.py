@@ -69,12 +69,12 @@ FORMATS: Mapping[Format, FormatEntry] = {
         frozenset((METHOD, "weight_block_size")),
         (8, 9),
     ),
-    "grouped": FormatEntry(
-        "models.weights.grouped:GroupedKind",
+    "low_bit": FormatEntry(
+        "models.weights.low_bit:LowBitKind",
         {
-            "torch": "models.weights.grouped:TorchGrouped",
-            "portable": "models.kernels.triton.grouped:TritonGrouped",
-            "hopper": "models.kernels.hopper.int4_gemv:HopperGrouped",
+            "torch": "models.weights.low_bit:TorchLowBit",
+            "portable": "models.kernels.triton.low_bit:TritonLowBit",
+            "hopper": "models.kernels.hopper.int4_gemv:HopperLowBit",
         },
         0,
     ),
@@ -86,7 +86,7 @@ def entry_of(format: Format) -> FormatEntry:
     if (scheme := Scheme.parse(format)) is None:
         return FORMATS[format]
     oldest = (8, 9) if scheme.element == "float8" else ANY_GPU
-    return replace(FORMATS["grouped"], value_bytes=scheme.value_bytes, capability=oldest)
+    return replace(FORMATS["low_bit"], value_bytes=scheme.value_bytes, capability=oldest)
 
 
 def final_format(format: Format) -> Format:

@@ -17,8 +17,8 @@ from models.kernels.triton.moe import weighted_sum
 from models.kernels.triton.products import TritonProducts, triton_products
 from models.kernels.triton.routing import SortedChoices, route, sort
 from models.kernels.triton.text import swiglu
-from models.weights.grouped import STRIPE, Grouped
 from models.weights.layouts import codes_of, packed_columns, packed_rows
+from models.weights.low_bit import STRIPE, LowBit
 from models.weights.matrix import Stored
 
 ROWS, COLUMNS = 64, 128  # multiples of its tiles; the library pads rows
@@ -80,7 +80,7 @@ class HummingMatrix:
         return tuple(Stored(name, tensor) for name, tensor in tensors)
 
     @classmethod
-    def of(cls, matrix: Grouped, count: int) -> "HummingMatrix":
+    def of(cls, matrix: LowBit, count: int) -> "HummingMatrix":
         from humming.layer import HummingLayer
 
         scheme, dtype = matrix.scheme, torch.bfloat16
@@ -158,7 +158,7 @@ class Humming(TritonProducts[HummingMatrix]):
         return product
 
 
-def converted(matrix: Grouped, count: int) -> HummingMatrix | None:
+def converted(matrix: LowBit, count: int) -> HummingMatrix | None:
     """Return the matrix in the library's form; None if it is not installed or does not multiply such a matrix. RuntimeError if it cannot
     compile."""
     rows, columns = matrix.shape

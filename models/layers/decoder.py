@@ -76,9 +76,7 @@ class SelfAttention(Mixer):
     """Projections around the paged attention; this rank's heads. If `is_gated`, each head's output is multiplied by the sigmoid of a gate,
     whose rows follow those of the head's query in the checkpoint."""
 
-    def __init__(
-        self, layer: int, config: TextConfig, setup: Setup, is_gated: bool = False, input_size: int | None = None
-    ) -> None:
+    def __init__(self, layer: int, config: TextConfig, setup: Setup, is_gated: bool = False, input_size: int | None = None) -> None:
         super().__init__()
         self.layer = config.ordinal(layer)
         self.ops = setup.ops

@@ -66,9 +66,7 @@ class StackedExperts(nn.Module):
         for part in parts:
             yield from self._single(shared, *part)
 
-    def _stacked(
-        self, prefix: str, gate_up: Stored, down: Stored, is_input_major: bool
-    ) -> Iterator[CheckpointTensor]:
+    def _stacked(self, prefix: str, gate_up: Stored, down: Stored, is_input_major: bool) -> Iterator[CheckpointTensor]:
         """Return all matrices of the experts, except the shared one, as one tensor of values or of per-block scales."""
         of_up, of_down, last = self._up(gate_up.block), self._down(down.block), min(self.first + self.count, self.moe.num_experts)
         experts, ours = slice(self.first, last), slice(0, last - self.first)

@@ -5,8 +5,8 @@ import torch
 from models.kernels.hopper.compile import NO_HEADS, load_kernel
 from models.kernels.humming import ROWS, Humming, HummingMatrix
 from models.kernels.triton.gemv import Norm
-from models.kernels.triton.grouped import TritonGrouped
 from models.kernels.triton.launch import num_multiprocessors
+from models.kernels.triton.low_bit import TritonLowBit
 from models.kernels.triton.moe import weighted_sum
 
 GROUPS = (32, 64, 128)
@@ -42,16 +42,14 @@ class HopperInt4(Humming):
     def expert_swiglu(self, x_1D: torch.Tensor, chosen_K: torch.Tensor) -> torch.Tensor:
         return _run(x_1D, self.matrix, x_1D.new_empty((len(chosen_K), self.width // self.count // 2)), gated=True, chosen_K=chosen_K)
 
-    def expert_sum(
-        self, inner_KI: torch.Tensor, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool
-    ) -> None:
+    def expert_sum(self, inner_KI: torch.Tensor, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool) -> None:
         parts_KD = inner_KI.new_empty((len(chosen_K), out_1D.shape[1]))
         _run(inner_KI, self.matrix, parts_KD, chosen_K=chosen_K, is_chosen_early=True)
         weighted_sum(parts_KD, chosen_K[None], weights_K[None], out_1D, adds)
 
 
-class HopperGrouped(TritonGrouped):
-    """See `TritonGrouped`."""
+class HopperLowBit(TritonLowBit):
+    """See `TritonLowBit`."""
 
     def by_library(self, matrix: HummingMatrix) -> Humming:
         return HopperInt4(matrix, self.count) if takes(matrix) else super().by_library(matrix)

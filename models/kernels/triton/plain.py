@@ -41,9 +41,7 @@ class TritonPlain(TritonProducts[Plain]):
     def expert_swiglu(self, x_1D: torch.Tensor, chosen_K: torch.Tensor) -> torch.Tensor:
         return expert_gemv.expert_swiglu(x_1D, self.matrix, chosen_K, self.count)
 
-    def expert_sum(
-        self, inner_KI: torch.Tensor, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool
-    ) -> None:
+    def expert_sum(self, inner_KI: torch.Tensor, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool) -> None:
         expert_gemv.expert_sum(inner_KI, self.matrix, chosen_K, weights_K, out_1D, adds)
 
     def expert_operands(self, x_TX: torch.Tensor) -> ExpertOperands:

@@ -66,9 +66,7 @@ class TritonProducts(Products[S]):
         """Return (K, I), silu(gate) * up of a token's chosen experts; undefined at a choice of -1."""
         raise NotImplementedError
 
-    def expert_sum(
-        self, inner_KI: torch.Tensor, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool
-    ) -> None:
+    def expert_sum(self, inner_KI: torch.Tensor, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool) -> None:
         """Write or add to `out_1D` the sum of weight * matrix @ inner over the choices other than -1."""
         raise NotImplementedError
 

@@ -55,8 +55,7 @@ class DialectRequest(Open):
     n: Literal[1] | None = None
 
     @abstractmethod
-    def chat_body(self, scanner: Scanner) -> dict[str, Any]:
-        ...
+    def chat_body(self, scanner: Scanner) -> dict[str, Any]: ...
 
     def as_chat(self, names: set[str]) -> dict[str, Any]:
         """Return the shared fields, those of `names`, and unknown ones."""

@@ -31,8 +31,7 @@ class OpenAIFormat(Format):
         self._openings: dict[int, bytes] = {}  # templates of token chunks, by choice
 
     @abstractmethod
-    def document_choice(self, choice: Choice) -> dict[str, object]:
-        ...
+    def document_choice(self, choice: Choice) -> dict[str, object]: ...
 
     def document_head(self, choice: Choice) -> dict[str, object]:
         """Return further members of a document; `choice` is its first one."""

@@ -12,20 +12,17 @@ class BlockFormat(Format):
     _open = ""  # kind of the block that deltas go to
 
     @abstractmethod
-    def begin(self, call: Call | None) -> bytes:
-        ...
+    def begin(self, call: Call | None) -> bytes: ...
 
     @abstractmethod
-    def stop(self, status: str) -> bytes:
-        ...
+    def stop(self, status: str) -> bytes: ...
 
     @abstractmethod
     def delta(self, piece: str) -> bytes:
         """Return a piece of the open block."""
 
     @abstractmethod
-    def finish_chunk(self, choice: Choice, extra: dict[str, object]) -> bytes:
-        ...
+    def finish_chunk(self, choice: Choice, extra: dict[str, object]) -> bytes: ...
 
     def token_chunk(self, choice: Choice, event: Event, extra: dict[str, object]) -> bytes:
         chunks = []

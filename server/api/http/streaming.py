@@ -165,8 +165,7 @@ class Format(ABC):
     ping = b": ping\n\n"  # keeps an idle connection open
 
     @abstractmethod
-    def first_chunk(self, choice: Choice) -> bytes:
-        ...
+    def first_chunk(self, choice: Choice) -> bytes: ...
 
     @abstractmethod
     def token_chunk(self, choice: Choice, event: Event, extra: dict[str, object]) -> bytes:
@@ -174,12 +173,10 @@ class Format(ABC):
         the answer's last event has its `finish_reason` and the members of `extra`."""
 
     @abstractmethod
-    def end(self, usage: Usage, timings: dict[str, object]) -> bytes:
-        ...
+    def end(self, usage: Usage, timings: dict[str, object]) -> bytes: ...
 
     @abstractmethod
-    def document(self, choices: list[Choice], usage: Usage, timings: dict[str, object]) -> bytes:
-        ...
+    def document(self, choices: list[Choice], usage: Usage, timings: dict[str, object]) -> bytes: ...
 
     @abstractmethod
     def error_chunk(self, info: ErrorInfo) -> bytes:

@@ -19,9 +19,9 @@ from models.scaffold import SHAPES, Shape, write_model_folder
 from models.weights.matrix import matrices_of
 from tests.unit.models import adapters
 from tests.unit.models.harness import ONE_IMAGE, TORCH, Prompt, TensorSource, assert_same, every_logit, load, stored_tensors
-from tests.unit.models.test_grouped import folders
 from tests.unit.models.test_lora import AdaptedRunner, adapt
 from tests.unit.models.test_lora import every_logit as adapted_logits
+from tests.unit.models.test_low_bit import folders
 
 FILE = "model.safetensors"
 TIED = replace(SHAPES["tiny"], tied=True)

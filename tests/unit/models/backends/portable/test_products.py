@@ -56,7 +56,7 @@ def test_every_class_of_rows_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> 
 GROUPED = ("int4-g32", "int4-g128-zeros", "int8-g0", "int8-g64-zeros", "float8-g0", "float4-g16")
 
 
-def grouped(format: str, rows: int, columns: int, count: int = 1) -> Matrix:
+def low_bit(format: str, rows: int, columns: int, count: int = 1) -> Matrix:
     made = Matrix.empty(rows, columns, MatrixFormat(format, format), Place("portable", torch.device("cpu"), torch.float32), count)
     made.storage.fill_normal_(columns**-0.5, torch.Generator().manual_seed(1))
     made.storage.scales.copy_(made.storage.scales.float() * (0.5 + torch.rand(made.storage.scales.shape)))
@@ -74,7 +74,7 @@ def test_low_bit_matrices() -> None:
     cases += [(*matrix, *each) for matrix, each in itertools.product(without_tiles, classes[:2])]
     for format, height, width, num_tokens, rows in cases:
         norm = torch.rand(width) + 0.5
-        ours, x, start = grouped(format, height, width), torch.randn(num_tokens, width), torch.randn(num_tokens, height)
+        ours, x, start = low_bit(format, height, width), torch.randn(num_tokens, width), torch.randn(num_tokens, height)
         pairs = []
         for each in (ours.products, reference(ours)):
             added = Residual(start.clone())
@@ -92,7 +92,7 @@ def test_low_bit_experts(format: str, num_tokens: int) -> None:
     from models.kernels.triton.ops import TritonOps
 
     torch.manual_seed(0)
-    experts = Experts(torch.randn(4, 128), grouped(format, 4 * 2 * 64, 128, 4), grouped(format, 4 * 128, 64, 4), 0, 4, 4, 2)
+    experts = Experts(torch.randn(4, 128), low_bit(format, 4 * 2 * 64, 128, 4), low_bit(format, 4 * 128, 64, 4), 0, 4, 4, 2)
     x, norm, rows = torch.randn(num_tokens, 128), torch.ones(128), RowClass.of(num_tokens)
     found = TritonOps().sparse_swiglu(Residual(x.clone()).normed(norm, 1e-6), experts, rows, None).sum(0)
     expected = torch_sparse_swiglu(rms_norm(x, norm, 1e-6), experts, None).sum(0)

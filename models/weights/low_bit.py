@@ -16,7 +16,7 @@ FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of e2m1
 
 
 @dataclass(frozen=True)
-class Grouped:
+class LowBit:
     """See `Storage`: value = (code - zero point) * scale * factor.
 
     codes: in the final layout int32 (N, K / P), see `run_of`. scales: (N, K / group). zeros: uint8 of the shape of
@@ -55,14 +55,14 @@ class Grouped:
             tensors.append(Stored(layout.factors, self.factors, (1, WHOLE), per, layout.scalar_shape))
         return tuple(tensors)
 
-    def rows(self, first: int, last: int) -> "Grouped":
+    def rows(self, first: int, last: int) -> "LowBit":
         def cut(tensor: torch.Tensor | None) -> torch.Tensor | None:
             height = 1 if tensor is None else self.shape[0] // len(tensor)
             return None if tensor is None else tensor[first // height : last // height]
 
         codes, scales = cut(self.codes), cut(self.scales)
         assert codes is not None and scales is not None
-        return Grouped(self.scheme, torch.Size((last - first, self.shape[1])), codes, scales, cut(self.zeros), cut(self.factors))
+        return LowBit(self.scheme, torch.Size((last - first, self.shape[1])), codes, scales, cut(self.zeros), cut(self.factors))
 
     def fill_normal_(self, std: float, generator: torch.Generator) -> None:
         """Fill with uniform codes, which need as much time as normal ones; float8 gets no NaN."""
@@ -83,7 +83,7 @@ class Grouped:
             middle = sum((self.middle - self.layout.zero_offset) << bit for bit in range(0, WORD, self.scheme.bits))
             self.zeros.fill_(self.middle if self.zeros.dtype == torch.uint8 else middle - (1 << WORD) if middle >> (WORD - 1) else middle)
 
-    def in_format(self, format: Format) -> "Grouped":
+    def in_format(self, format: Format) -> "LowBit":
         """Return the matrix in the final layout."""
         if self.scheme.layout == FINAL:
             return self
@@ -97,7 +97,7 @@ class Grouped:
             factors = factors.reciprocal()
         height = self.shape[0] // len(self.codes)
         stripes = [in_runs(codes_of(stripe, self.scheme, self.layout), self.scheme) for stripe in self.codes.split(STRIPE // height)]
-        return Grouped(self.scheme.final, self.shape, torch.cat(stripes), scales, zeros, factors)
+        return LowBit(self.scheme.final, self.shape, torch.cat(stripes), scales, zeros, factors)
 
     def dequantized(self) -> torch.Tensor:
         """Return (N, K) in float32, of the final layout."""
@@ -119,8 +119,8 @@ def _values(codes: torch.Tensor, element: str) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class GroupedKind:
-    """Factory of `Grouped` for a scheme: see the class methods of `Storage`."""
+class LowBitKind:
+    """Factory of `LowBit` for a scheme: see the class methods of `Storage`."""
 
     scheme: Scheme
 
@@ -130,7 +130,7 @@ class GroupedKind:
         if columns % group or columns % packed or any(size % height for size in (*rows, *starts)):
             raise ValueError(f"{self.scheme} needs whole groups and words on every rank, got {sorted(set(rows))} x {columns} (--tp)")
 
-    def empty(self, rows: int, columns: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Grouped:
+    def empty(self, rows: int, columns: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> LowBit:
         self.check(columns, (rows,))
         scheme, layout = self.scheme, LAYOUTS[self.scheme.layout]
         packed, groups, is_final = WORD // scheme.bits, columns // scheme.group if scheme.group else 1, scheme.layout == FINAL
@@ -143,7 +143,7 @@ class GroupedKind:
         if scheme.group == NVFP4_GROUP:
             scale_dtype = torch.bfloat16 if is_final else torch.float8_e4m3fn
         zeros = torch.empty((rows if is_final else rows // packed, groups), dtype=torch.uint8 if is_final else torch.int32, device=device)
-        return Grouped(
+        return LowBit(
             scheme,
             torch.Size((rows, columns)),
             torch.empty(shape, dtype=kind, device=device),
@@ -152,12 +152,12 @@ class GroupedKind:
             torch.empty((rows, 1), device=device) if scheme.group == NVFP4_GROUP else None,
         )
 
-    def quantized(self, matrix_NK: torch.Tensor) -> Grouped:
+    def quantized(self, matrix_NK: torch.Tensor) -> LowBit:
         """Raise ValueError: matrices in this format are only read."""
         raise ValueError(f"matrices are not rounded to {self.scheme}: serve a checkpoint that has it")
 
 
-class TorchGrouped(TorchProducts[Grouped]):
+class TorchLowBit(TorchProducts[LowBit]):
     """See `TorchProducts`."""
 
     def multiply(self, x_TX: torch.Tensor) -> torch.Tensor:

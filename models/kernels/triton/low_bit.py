@@ -18,8 +18,8 @@ from models.kernels.triton.gemv import Norm
 from models.kernels.triton.launch import await_previous_kernel, cdiv, floats, kernel, num_multiprocessors, power_of_2
 from models.kernels.triton.moe import ExpertOperands, weighted_sum
 from models.kernels.triton.products import TritonProducts
-from models.weights.grouped import Grouped
 from models.weights.layouts import WORD, run_of
+from models.weights.low_bit import LowBit
 
 VECTOR_WORDS, VECTOR_ROWS, VECTOR_WARPS = 256, 4, 2  # per program of `_gemv`
 ROWS, WORDS, WARPS, STAGES = 64, 16, 4, 2  # per program of `_multiply`
@@ -203,7 +203,7 @@ def _dequantize(
         tl.store(at, value.to(out.dtype.element_ty), inside)
 
 
-def _settings(matrix: Grouped) -> dict[str, object]:
+def _settings(matrix: LowBit) -> dict[str, object]:
     """Return the constants that all kernels take."""
     groups, run = matrix.scales.shape[1], run_of(matrix.scheme, matrix.shape[1])
     return {
@@ -213,7 +213,7 @@ def _settings(matrix: Grouped) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _tensors(matrix: Grouped) -> tuple[torch.Tensor, ...]:
+def _tensors(matrix: LowBit) -> tuple[torch.Tensor, ...]:
     assert matrix.codes.is_contiguous() and matrix.scales.is_contiguous()
     spare = matrix.scales
     zeros, factors = spare if matrix.zeros is None else matrix.zeros, spare if matrix.factors is None else matrix.factors
@@ -221,7 +221,7 @@ def _tensors(matrix: Grouped) -> tuple[torch.Tensor, ...]:
 
 
 def gemv(
-    x_KX: torch.Tensor, matrix: Grouped, out_KN: torch.Tensor, norm: Norm | None = None, gated: bool = False, adds: bool = False,
+    x_KX: torch.Tensor, matrix: LowBit, out_KN: torch.Tensor, norm: Norm | None = None, gated: bool = False, adds: bool = False,
     chosen_K: torch.Tensor | None = None, num_matrices: int = 1,
 ) -> torch.Tensor:  # fmt: skip
     """Like `models.kernels.triton.gemv.gemv`. With `chosen_K`, multiply by these of `num_matrices` stacked matrices; x is one vector,
@@ -239,12 +239,12 @@ def gemv(
     return out_KN
 
 
-def has_tiles(matrix: Grouped) -> bool:
+def has_tiles(matrix: LowBit) -> bool:
     """Return whether `multiply` takes the matrix."""
     return matrix.shape[0] % LEAST_ROWS == 0 and matrix.codes.shape[1] % LEAST_WORDS == 0
 
 
-def multiply(x_TX: torch.Tensor, matrix: Grouped, out_STN: torch.Tensor) -> None:
+def multiply(x_TX: torch.Tensor, matrix: LowBit, out_STN: torch.Tensor) -> None:
     """Write S split-K partial sums of x @ matrix.T to `out_STN`, (S, T, N)."""
     num_tokens, num_words = len(x_TX), matrix.codes.shape[1]
     tokens = max(LEAST_TOKENS, min(MOST_TOKENS, power_of_2(num_tokens)))
@@ -256,7 +256,7 @@ def multiply(x_TX: torch.Tensor, matrix: Grouped, out_STN: torch.Tensor) -> None
     )  # fmt: skip
 
 
-def dequantize(matrix: Grouped, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(matrix: LowBit, dtype: torch.dtype) -> torch.Tensor:
     """Return the values, (N, K)."""
     out_NK, rows = torch.empty(matrix.shape, dtype=dtype, device=matrix.codes.device), math.gcd(matrix.shape[0], DENSE_ROWS)
     _dequantize[(matrix.shape[0] // rows, cdiv(matrix.codes.shape[1], DENSE_WORDS))](
@@ -265,7 +265,7 @@ def dequantize(matrix: Grouped, dtype: torch.dtype) -> torch.Tensor:
     return out_NK
 
 
-class TritonGrouped(TritonProducts[Grouped]):
+class TritonLowBit(TritonProducts[LowBit]):
     """See `TritonProducts`. Few tokens use our kernel, which reads the words once. More tokens, a matrix without whole tiles and experts
     use dequantized values in scratch memory."""
 
@@ -306,9 +306,7 @@ class TritonGrouped(TritonProducts[Grouped]):
         inner_KI = x_1D.new_empty((len(chosen_K), self.width // self.count // 2))
         return gemv(x_1D, self.matrix, inner_KI, gated=True, chosen_K=chosen_K, num_matrices=self.count)
 
-    def expert_sum(
-        self, inner_KI: torch.Tensor, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool
-    ) -> None:
+    def expert_sum(self, inner_KI: torch.Tensor, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool) -> None:
         parts_KD = inner_KI.new_empty((len(chosen_K), out_1D.shape[1]))
         gemv(inner_KI, self.matrix, parts_KD, chosen_K=chosen_K, num_matrices=self.count)
         weighted_sum(parts_KD, chosen_K[None], weights_K[None], out_1D, adds)

@@ -13,7 +13,7 @@ from models.kernels.ops import Experts
 from models.kernels.reference.moe import sparse_swiglu as torch_sparse_swiglu
 from models.kernels.reference.ops import TorchOps
 from models.kernels.stream import Residual, RowClass
-from models.weights.grouped import Grouped
+from models.weights.low_bit import LowBit
 from models.weights.matrix import Matrix, Place
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
@@ -74,7 +74,7 @@ def test_products_are_those_of_plain_torch(format: str, height: int, width: int,
     if is_prepared:
         ours.finish()
         is_library = importlib.util.find_spec("humming") is not None and format.startswith("int")
-        assert isinstance(ours.storage, Grouped) != is_library
+        assert isinstance(ours.storage, LowBit) != is_library
     for num_tokens, rows in CLASSES:
         x, start = (torch.randn((num_tokens, size), dtype=torch.bfloat16, device=DEVICE, generator=generator) for size in (width, height))
         expected, residual = x.float() @ values_NK.t(), Residual(start.clone())
