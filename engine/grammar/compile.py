@@ -18,6 +18,7 @@ MAX_REASON = 200  # characters of an error, which may contain the grammar
 BOUNDED = re.compile(r"(characters\w* ::= \(\(\[\^)")  # of strings with a length limit, in which xgrammar accepts control characters
 CONTROL = r"\0-\x1f"
 LARK_SCHEMA = re.compile(r"%json\s*(?=\{)")
+WITH_TEMPERATURE = re.compile(r"^\w+\[[^\]\n]*\btemperature=", re.MULTILINE)  # of a rule; xgrammar accepts and ignores it
 LLGUIDANCE = re.compile(r"^\s*%llguidance\s*\{[^\n]*\}\s*$", re.MULTILINE)
 
 
@@ -80,4 +81,7 @@ def lark_rules(grammar: str) -> xgrammar.Grammar:
         name = f"schema_{len(schemas)}"
         schemas[name] = schema_rules(json.dumps(schema), separators)
         bare = f"{bare[: found.start()]}@{name}{bare[end:]}"
-    return xgrammar.Grammar.from_lark(bare, named_grammars=schemas)
+    rules = xgrammar.Grammar.from_lark(bare, named_grammars=schemas)
+    if WITH_TEMPERATURE.search(str(rules)):
+        raise ValueError("the attribute 'temperature' of a rule is not supported")
+    return rules

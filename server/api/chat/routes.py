@@ -33,7 +33,7 @@ class DescribedRoute(Route):
         """Return the OpenAPI description; `body` is the schema of the body, if there is one."""
         name = re.sub(r"\W+", "_", self.path_format).strip("_") or "page"
         texts = {"200": "The answer; events with `stream: true`", "4XX": "An error", "5XX": "An error"}
-        answers = {status: {"description": text, "content": {"*/*": {}}} for status, text in texts.items()}
+        answers = {status: {"description": text} for status, text in texts.items()}
         shown = {"operationId": f"{self.method}_{name}", "summary": self.summary, "responses": answers}
         if self.param_convertors:
             text = {"in": "path", "required": True, "schema": {"type": "string"}}

@@ -55,6 +55,7 @@ class GrammarFields(Open):
     regex: NotEmpty | None = None
     ebnf: NotEmpty | None = None
     json_schema: JsonObject | None = None
+    guided_grammar: NotEmpty | None = None  # the guidance library sends it
     response_format: AnswerFormat = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -63,6 +64,8 @@ def read_grammar(request: GrammarFields) -> tuple[Grammar | None, str]:
     """Return the grammar and the field that contains it. RequestError 400 for several grammars, or values that are none."""
     values = {"regex": request.regex, "ebnf": request.ebnf, "json_schema": request.json_schema}
     grammars = {kind: _grammar_of(kind, value) for kind, value in values.items() if value is not None}
+    if request.guided_grammar is not None:
+        grammars["guided_grammar"] = _grammar_of("ebnf", request.guided_grammar)
     if request.structured_outputs is not None:
         members = [(name, value) for name, value in request.structured_outputs if value not in (None, False)]
         if len(members) != 1:

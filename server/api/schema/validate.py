@@ -81,7 +81,7 @@ def _path(error: ErrorDetails, value: Any) -> str:
 
 # Fields of other servers that would change the answer.
 NAMES = """audio audio_data background chat_template container conversation custom_logit_processor documents echo functions guided_choice
-guided_grammar guided_json guided_regex input_embeds input_ids label_token_ids logits_processors lora_path max_pixels media_io_kwargs
+guided_json guided_regex input_embeds input_ids label_token_ids logits_processors lora_path max_pixels media_io_kwargs
 min_pixels output_format previous_response_id prompt prompt_embeds return_hidden_states return_tokens_as_token_ids session_params
 stop_regex structural_tag suffix thinking token_ids_logprob truncate_prompt_tokens truncation use_beam_search video_data
 web_search_options"""

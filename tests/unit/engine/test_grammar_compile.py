@@ -88,6 +88,8 @@ def test_lark() -> None:
         assert accepts(grammar, '12 is {"x": 1, "y": "a"}')
         assert not accepts(grammar, '12 is {"x":  ') and not accepts(grammar, "1 ")
     assert accepts(Grammar("ebnf", 'start: "(" NUMBER+ ")"\nNUMBER: /[0-9]/'), "(123)")
-    assert "priority" in refusal("ebnf", "start: n\nn[priority=1]: /a/")
+    assert "priority" in refusal("ebnf", "start: n\nn[priority=1]: /a/") and "'temperature'" in refusal(
+        "ebnf", "start: n\nn[temperature=1]: /a/"
+    )
     limited = 'start: n "temperature=1"\nn[capture, stop="\\n", max_tokens=9]: /[^x]+/'
     assert accepts(Grammar("ebnf", limited), "ab\ntemperature=1", is_whole=True)

@@ -263,6 +263,7 @@ GRAMMARS: list[tuple[Grammar | None, dict[str, object]]] = [
     (HELD, {"structured_outputs": {"json": SCHEMA, "regex": None}}), (CHOICE, {"structured_outputs": {"choice": ["a", "b"]}}),
     (OBJECT, {"response_format": {"type": "json_object"}}),
     (REGEX, {"structured_outputs": {"regex": "a+"}}),
+    (CHOICE, {"guided_grammar": CHOICE.text, "structured_outputs": {"grammar": CHOICE.text}}),  # as the guidance library
     (Grammar("ebnf", 'root ::= "a"'), {"ebnf": 'root ::= "a"'}), (REGEX, {"response_format": {"type": "text"}, "regex": "a+"}),
     (None, {"response_format": {"type": "text"}}), (None, {}),
 ]  # fmt: skip
