@@ -135,7 +135,7 @@ async def measure_point(args: argparse.Namespace, client: ChatClient, model: str
 
 async def run(args: argparse.Namespace) -> list[Point]:
     async with served(args) as (client, model):
-        for turns in conversations(WORKLOADS[args.workload], 4, args.seed + 7, client.words):
+        for turns in conversations(WORKLOADS[args.workload], 4, args.seed + FAR_SEEDS // 2, client.words):
             await converse(args, client, model, turns)
         seeds = iter(range(args.seed, 1 << 62, FAR_SEEDS))
         return await search(lambda rate: measure_point(args, client, model, rate, next(seeds)), args.rate, args.precision)
