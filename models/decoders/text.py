@@ -1,5 +1,7 @@
 """Decoder: embedding, layers, DeepStack, final norm."""
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -9,6 +11,7 @@ from models.kernels.paged import AttentionBackend, FusedAttention
 from models.kernels.stream import Residual, RowClass
 from models.layers.decoder import LayerContext, MakeLayer, RMSNorm, order_of
 from models.layers.linear import Setup, VocabParallelEmbedding
+from models.layers.repeats import Repeats
 from models.layers.rotary import MRope
 
 
@@ -27,6 +30,7 @@ class TextModel(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(text.vocab_size, text.hidden_size, setup)
         self._layers = [make_layer(i, text, setup) for i in range(text.num_layers)]
         self.layers = nn.ModuleList(self._layers)  # typed alias of the module list
+        self._repeats = Repeats(self._layers)
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, setup)
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
@@ -44,9 +48,12 @@ class TextModel(nn.Module):
         rows = batch.row_class or RowClass.of(len(hidden_TD)), batch.row_class or RowClass.of(len(batch.logits_indices))
         context = LayerContext(attention, fused, *rows, self.rope.rows(batch.positions_3T), slots_T, valid_T, order_T, states, batch.rows)
         *layers, last = self._layers
+        run = self._repeats.start(
+            lambda i: self._layers[i].self_attn.cached(context), self.embed_tokens.tp.sums_by_kernels(*hidden_TD.shape)
+        )
         for i, layer in enumerate(layers):
             self._tap(i, residual, batch.hidden_TX)
-            layer(residual, context)
+            run(i, residual, partial(layer, residual, context))
             for item in batch.visual if i < self.num_deepstack_levels else ():
                 residual.sum_TD[item.tokens] += item.level(1 + i)
         wanted_S = batch.logits_indices

@@ -13,7 +13,7 @@ from models.config.schemes import Scheme
 from models.kernels.ops import Experts
 from models.kernels.stream import Activation, RowClass
 from models.kernels.triton.activations import values_of
-from models.kernels.triton.moe import weighted_sum
+from models.kernels.triton.moe import Room, weighted_sum
 from models.kernels.triton.products import TritonProducts, triton_products
 from models.kernels.triton.routing import SortedChoices, route, sort
 from models.kernels.triton.text import swiglu
@@ -126,7 +126,9 @@ class Humming(TritonProducts[HummingMatrix]):
         product = self.product(x_TX, rows)
         return product.float() if out_TN is None else out_TN.copy_(product)
 
-    def sparse_swiglu(self, x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None) -> torch.Tensor:
+    def sparse_swiglu(
+        self, x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None, room: Room | None = None
+    ) -> torch.Tensor:
         choices, down = route(logits_TE, experts, valid_T, counted=True), triton_products(experts.down)
         assert isinstance(down, Humming)
         num_slots = choices.experts_TK.numel()
@@ -135,7 +137,7 @@ class Humming(TritonProducts[HummingMatrix]):
         inner_SI = swiglu(self._of_choices(kernel, x_TD, blocks, experts.num_given))
         if kernel_down.rows != blocks.rows:
             blocks = sort(choices, kernel_down.rows, is_filled=True)
-        sum_TD = torch.empty_like(x_TD)
+        sum_TD = (room or x_TD.new_empty)(*x_TD.shape)
         weighted_sum(down._of_choices(kernel_down, inner_SI, blocks, 1), choices.experts_TK, choices.weights_TK, sum_TD, adds=False)
         return sum_TD[None]
 

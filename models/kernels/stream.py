@@ -1,7 +1,8 @@
 """Residual stream of a step, and the inputs of products that read it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import torch
 
@@ -44,6 +45,14 @@ class Residual:
 
     sum_TD: torch.Tensor
     parts_STD: torch.Tensor | None = None
+    _rooms: dict[Any, torch.Tensor] = field(default_factory=dict)
+
+    def room(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return memory for the next parts, the same for equal shapes: the norm has read the last ones, and equal layers write the same."""
+        key = shape, dtype
+        if key not in self._rooms:
+            self._rooms[key] = self.sum_TD.new_empty(shape, dtype=dtype)
+        return self._rooms[key]
 
     def add_(self, parts_STD: torch.Tensor) -> None:
         """residual += the sum over S. A norm must follow before the next call."""

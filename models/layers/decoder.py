@@ -68,6 +68,10 @@ class Mixer(nn.Module, ABC):
         """Only store the cached values; the layer's output is not needed."""
 
     @abstractmethod
+    def cached(self, context: LayerContext) -> tuple[torch.Tensor, ...]:
+        """Return the memory of the layer's cache."""
+
+    @abstractmethod
     def add_(self, residual: Residual, mixed_TX: torch.Tensor, rows: RowClass) -> None:
         """residual += the product of the output projection."""
 
@@ -114,6 +118,9 @@ class SelfAttention(Mixer):
 
     def store(self, x_TD: Activation, context: LayerContext) -> None:
         self._store(self._new_heads(x_TD, context)[0], context)
+
+    def cached(self, context: LayerContext) -> tuple[torch.Tensor, ...]:
+        return context.attention.pool(self.layer)
 
     def add_(self, residual: Residual, mixed_TX: torch.Tensor, rows: RowClass) -> None:
         self.o_proj.add_(residual, mixed_TX, rows)

@@ -83,6 +83,10 @@ class GatedDeltaNet(Mixer):
     def store(self, x_TD: Normed, context: LayerContext) -> None:
         self.forward(x_TD, context)
 
+    def cached(self, context: LayerContext) -> tuple[torch.Tensor, ...]:
+        assert context.states is not None
+        return (context.states.layer(self.ordinal),)
+
     def add_(self, residual: Residual, mixed_TX: torch.Tensor, rows: RowClass) -> None:
         self.out_proj.add_(residual, mixed_TX, rows)
 

@@ -6,7 +6,7 @@ read, so that each GEMM accumulates into the stream.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,10 @@ from torch import nn
 
 from models.checkpoint.names import CheckpointTensor
 from models.config.types import VisionConfig
+from models.kernels.stream import Residual
 from models.kernels.varlen import VarlenAttention
 from models.layers.linear import Linear, Setup
+from models.layers.repeats import Repeats
 from models.layers.rotary import inverse_frequencies
 from models.media.geometry import Grid
 from models.vision.preprocess import PIXEL_SCALE
@@ -166,6 +168,7 @@ class VisionTower(nn.Module):
         self.pos_embed = PositionGrid(config.num_position_embeddings, config.hidden_size, setup)
         self._blocks = [VisionBlock(config, attention, setup) for _ in range(config.depth)]
         self.blocks = nn.ModuleList(self._blocks)  # typed alias of the module list
+        self._repeats = Repeats(self._blocks)
         self.merger = PatchMerger(config, norm_after_join=False, setup=setup)
         mergers = (PatchMerger(config, norm_after_join=True, setup=setup) for _ in config.deepstack_indexes)
         self.deepstack_merger_list = nn.ModuleList(mergers)
@@ -200,7 +203,7 @@ class VisionTower(nn.Module):
         """Return the embeddings of this rank's tokens only. Collective: all ranks pass all patches."""
         assert isinstance(self.attention, SplitAttention)
         own, tables = self.attention.plan_parts([t * h * w for t, h, w in grids]), self.tables(grids)
-        return self.compute(patches_FPX[:, own], Tables([torch.cat(tables.position_PD)[own]], tables.cos_sin_PK))
+        return self.compute(patches_FPX[:, own], Tables([torch.cat(tables.position_PD)[own]], tables.cos_sin_PK), is_whole=False)
 
     def plan(self, grids: Sequence[Grid]) -> None:
         """Do the host work for `compute`; not part of a captured graph."""
@@ -224,15 +227,16 @@ class VisionTower(nn.Module):
         width = self.config.in_channels * self.config.patch_size**2
         return self.merger.norm.weight.new_empty((num_frames, sum(t * h * w for t, h, w in grids), width))
 
-    def compute(self, patches_FPX: torch.Tensor, tables: Tables) -> torch.Tensor:
-        """Run `forward` as planned. Device work only."""
+    def compute(self, patches_FPX: torch.Tensor, tables: Tables, is_whole: bool = True) -> torch.Tensor:
+        """Run `forward` as planned, or `part` if not `is_whole`. Device work only."""
         cos_sin_PK = tables.cos_sin_PK
         x_PD = torch.cat(tables.position_PD)
         self.patch_embed.add_(patches_FPX, x_PD)
         num_tokens = len(x_PD) // self.config.merge_size**2
         levels = x_PD.new_empty((1 + len(self.deepstack_merger_list), num_tokens, self.config.out_hidden_size))
+        residual, run = Residual(x_PD), self._repeats.start(lambda i: [self._offsets[2 * i : 2 * i + 2]], is_whole)
         for i, block in enumerate(self._blocks):
-            block.add_(x_PD, cos_sin_PK, self._offsets[2 * i : 2 * i + 2])
+            run(i, residual, partial(block.add_, x_PD, cos_sin_PK, self._offsets[2 * i : 2 * i + 2]))
             if i in self.config.deepstack_indexes:
                 level = self.config.deepstack_indexes.index(i)
                 self.deepstack_merger_list[level](x_PD, self._offsets[2 * i + 2], levels[1 + level])

@@ -1,13 +1,15 @@
 """Float8 products on Hopper: our CUDA kernel for a single token, our Triton kernel for few, cuBLAS for more."""
 
 import torch
-from torch.nn.functional import ScalingType, scaled_mm
+from torch.nn.functional import ScalingType
 
 from models.kernels.hopper import float8_gemv
 from models.kernels.stream import RowClass
-from models.kernels.triton.float8 import TritonFloat8, multiply
+from models.kernels.triton.float8 import TritonFloat8
 from models.kernels.triton.gemv import Norm
 from models.weights.float8 import GroupScaled
+
+_scaled_mm = torch.ops.aten._scaled_mm_v2.out  # `torch.nn.functional.scaled_mm` has no `out`
 
 
 class HopperFloat8(TritonFloat8):
@@ -19,12 +21,15 @@ class HopperFloat8(TritonFloat8):
     def gemv(self, x_1X: torch.Tensor, out_1N: torch.Tensor, norm: Norm | None, gated: bool = False, adds: bool = False) -> torch.Tensor:
         return float8_gemv.gemv(x_1X, self.matrix, out_1N, norm, gated, adds)
 
-    def multiply(self, x_TX: GroupScaled, rows: RowClass) -> torch.Tensor:
+    def multiply(self, x_TX: GroupScaled, rows: RowClass, room_PN: torch.Tensor | None = None) -> torch.Tensor:
         if rows <= RowClass.FEW:
-            return multiply(x_TX, self.matrix)
+            return super().multiply(x_TX, rows, room_PN)
         weight_KN, weight_scales = self.matrix.transposed
-        scales = x_TX.scales, ScalingType.BlockWise1x128, weight_scales, ScalingType.BlockWise128x128
-        y_TN = scaled_mm(x_TX.padded, weight_KN, *scales, output_dtype=torch.bfloat16)
+        y_TN = x_TX.padded.new_empty((len(x_TX.padded), self.width), dtype=torch.bfloat16) if room_PN is None else room_PN
+        _scaled_mm(
+            x_TX.padded, weight_KN, [x_TX.scales], [ScalingType.BlockWise1x128.value], [], [weight_scales],
+            [ScalingType.BlockWise128x128.value], [], None, torch.bfloat16, out=y_TN,
+        )  # fmt: skip
         return y_TN if len(y_TN) == len(x_TX) else y_TN[: len(x_TX)]
 
     def expert_swiglu(self, x_1D: torch.Tensor, chosen_K: torch.Tensor) -> torch.Tensor:

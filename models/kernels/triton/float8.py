@@ -9,7 +9,7 @@ from triton.language import constexpr, tensor
 from models.kernels.stream import Activation, Residual, RowClass
 from models.kernels.triton.activations import rounded
 from models.kernels.triton.launch import await_previous_kernel, cdiv, kernel, power_of_2
-from models.kernels.triton.moe import ExpertOperands
+from models.kernels.triton.moe import ExpertOperands, Room
 from models.kernels.triton.products import TritonProducts
 from models.kernels.triton.text import quantized, swiglu_quantized
 from models.weights.float8 import BLOCK, BlockScaled, GroupScaled
@@ -43,17 +43,19 @@ def _multiply(
     tl.store(place, total.to(out.dtype.element_ty), inside[None, :])
 
 
-def multiply(x_TK: GroupScaled, weight_NK: BlockScaled, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Return x @ weight.T for at least one token."""
-    out_TN = x_TK.padded.new_empty((len(x_TK), len(weight_NK)), dtype=dtype)
+def multiply(
+    x_TK: GroupScaled, weight_NK: BlockScaled, dtype: torch.dtype = torch.bfloat16, out_TN: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return x @ weight.T for at least one token, in `out_TN` if given."""
+    out_TN = x_TK.padded.new_empty((len(x_TK), len(weight_NK)), dtype=dtype) if out_TN is None else out_TN
     _launch(x_TK, weight_NK, out_TN[None])
     return out_TN
 
 
-def multiply_in_parts(x_TK: GroupScaled, weight_NK: BlockScaled) -> torch.Tensor:
+def multiply_in_parts(x_TK: GroupScaled, weight_NK: BlockScaled, room: Room) -> torch.Tensor:
     """Return (S, T, N) float32 split-K partial sums of the product."""
     num_parts = math.gcd(SPLITS, x_TK.padded.shape[1] // BLOCK)
-    parts_STN = x_TK.padded.new_empty((num_parts, len(x_TK), len(weight_NK)), dtype=torch.float32)
+    parts_STN = room(num_parts, len(x_TK), len(weight_NK), dtype=torch.float32)
     _launch(x_TK, weight_NK, parts_STN)
     return parts_STN
 
@@ -77,9 +79,9 @@ class TritonFloat8(TritonProducts[BlockScaled]):
     has_gemv = False
     is_float8 = True
 
-    def multiply(self, x_TX: GroupScaled, rows: RowClass) -> torch.Tensor:
-        """Return x @ matrix.T in bfloat16 for any number of tokens."""
-        return multiply(x_TX, self.matrix)
+    def multiply(self, x_TX: GroupScaled, rows: RowClass, room_PN: torch.Tensor | None = None) -> torch.Tensor:
+        """Return x @ matrix.T in bfloat16 for any number of tokens, in memory for `x.padded` if given."""
+        return multiply(x_TX, self.matrix, out_TN=None if room_PN is None else room_PN[: len(x_TX)])
 
     def product_of_many(self, x_TX: Activation, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
         y_TN = self.multiply(rounded(x_TX), rows)
@@ -90,7 +92,10 @@ class TritonFloat8(TritonProducts[BlockScaled]):
 
     def add_many_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
         x_TX = rounded(x_TX)
-        residual.add_(multiply_in_parts(x_TX, self.matrix) if rows <= RowClass.SOME else self.multiply(x_TX, rows)[None])
+        if rows <= RowClass.SOME:
+            residual.add_(multiply_in_parts(x_TX, self.matrix, residual.room))
+        else:
+            residual.add_(self.multiply(x_TX, rows, residual.room(len(x_TX.padded), self.width))[None])
 
     def product_f32(self, x_TX: torch.Tensor, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
         assert out_TN is None

@@ -295,7 +295,7 @@ class TritonLowBit(TritonProducts[LowBit]):
             residual.sum_TD.addmm_(x_TX, dequantize(matrix, x_TX.dtype).t())
             return
         splits = math.gcd(SPLITS, matrix.codes.shape[1] // LEAST_WORDS)
-        parts_STD = x_TX.new_empty((splits, len(x_TX), matrix.shape[0]), dtype=torch.float32)
+        parts_STD = residual.room(splits, len(x_TX), matrix.shape[0], dtype=torch.float32)
         multiply(x_TX, matrix, parts_STD)
         residual.add_(parts_STD)
 

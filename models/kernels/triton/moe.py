@@ -134,6 +134,7 @@ class ExpertOperands(NamedTuple):
 
 
 Operands = Callable[[torch.Tensor], ExpertOperands]  # of inputs
+Room = Callable[..., torch.Tensor]  # a tensor of the inputs' type by its shape
 
 
 def sparse_swiglu(
@@ -144,12 +145,13 @@ def sparse_swiglu(
     gate_up: Operands,
     down: Operands,
     is_float8: bool,
+    room: Room,
 ) -> torch.Tensor:
-    """Return (S, T, D), see `Ops`, from the router's logits `logits_TE`, for at least one token."""
+    """Return (S, T, D) in `room`, see `Ops`, from the router's logits `logits_TE`, for at least one token."""
     num_tokens, width = x_TD.shape
     num_slots = num_tokens * experts.num_given
     tiles = expert_tiles(num_tokens, is_float8, capability_of(x_TD.device))
-    parts_KTD, is_much = x_TD.new_empty((experts.num_given, num_tokens, width)), num_slots > FEW_CHOICES
+    parts_KTD, is_much = room(experts.num_given, num_tokens, width), num_slots > FEW_CHOICES
     choices = route(logits_TE, experts, valid_T, parts_KTD, counted=is_much)
     blocks = sort(choices, tiles.rows) if is_much else None
     inner_SI = x_TD.new_empty((num_slots, experts.down.shape[1]))

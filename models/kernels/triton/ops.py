@@ -22,18 +22,18 @@ class TritonOps:
     norm = staticmethod(values_of)
 
     def sparse_swiglu(self, x_TD: Normed, experts: Experts, rows: RowClass, valid_T: torch.Tensor | None) -> torch.Tensor:
-        parts_STD = self._experts(x_TD, experts, rows, valid_T, None)
+        parts_STD = self._experts(x_TD, experts, rows, valid_T)
         assert parts_STD is not None
         return parts_STD
 
     def add_experts_(self, residual: Residual, x_TD: Normed, experts: Experts, rows: RowClass, valid_T: torch.Tensor | None) -> None:
-        if (parts_STD := self._experts(x_TD, experts, rows, valid_T, residual.sum_TD)) is not None:
+        if (parts_STD := self._experts(x_TD, experts, rows, valid_T, residual)) is not None:
             residual.add_(parts_STD)
 
     def _experts(
-        self, x_TD: Normed, experts: Experts, rows: RowClass, valid_T: torch.Tensor | None, stream_TD: torch.Tensor | None
+        self, x_TD: Normed, experts: Experts, rows: RowClass, valid_T: torch.Tensor | None, residual: Residual | None = None
     ) -> torch.Tensor | None:
-        """Compute `sparse_swiglu`; return None if a single token's sum was added to `stream_TD`."""
+        """Compute `sparse_swiglu`; return None if a single token's sum was added to `residual`."""
         if (single := single_of(x_TD, rows)) is not None:
             stream_1D, norm = single
             values_TD, logits_TE = torch.empty_like(stream_1D), stream_1D.new_empty((1, len(experts.router_ED)))
@@ -43,13 +43,13 @@ class TritonOps:
             logits_TE = TritonPlain(Plain(experts.router_ED)).product(values_TD, rows)
         products = triton_products(experts.gate_up)
         if rows != RowClass.SINGLE or experts.num_given > products.max_chosen:
-            return products.sparse_swiglu(values_TD, logits_TE, experts, valid_T)
+            return products.sparse_swiglu(values_TD, logits_TE, experts, valid_T, None if residual is None else residual.room)
         choices = route(logits_TE, experts, valid_T)
         chosen_K, weights_K = choices.experts_TK[0], choices.weights_TK[0]
         inner_KI = products.expert_swiglu(values_TD, chosen_K)
-        out_1D = torch.empty_like(values_TD) if stream_TD is None else stream_TD
-        triton_products(experts.down).expert_sum(inner_KI, chosen_K, weights_K, out_1D, adds=stream_TD is not None)
-        return out_1D[None] if stream_TD is None else None
+        out_1D = torch.empty_like(values_TD) if residual is None else residual.sum_TD
+        triton_products(experts.down).expert_sum(inner_KI, chosen_K, weights_K, out_1D, adds=residual is not None)
+        return out_1D[None] if residual is None else None
 
     gate_ = staticmethod(gate)
 

@@ -28,7 +28,8 @@ class TritonPlain(TritonProducts[Plain]):
         x_TX, weight = values_of(x_TX), self.matrix.values
         if rows <= RowClass.SEVERAL:
             parts_STX, parts_SXD = x_TX.unflatten(1, (SPLITS, -1)).transpose(0, 1), weight.unflatten(1, (SPLITS, -1)).permute(1, 2, 0)
-            residual.add_(torch.bmm(parts_STX, parts_SXD, out_dtype=torch.float32))
+            out_STD = residual.room(SPLITS, len(x_TX), len(weight), dtype=torch.float32)
+            residual.add_(torch.bmm(parts_STX, parts_SXD, out_dtype=torch.float32, out=out_STD))
         else:
             residual.sum_TD.addmm_(x_TX, weight.t())
 

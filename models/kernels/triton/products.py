@@ -9,7 +9,7 @@ from models.kernels.ops import Experts
 from models.kernels.stream import Activation, Residual, Rounded, RowClass
 from models.kernels.triton.activations import single_of
 from models.kernels.triton.gemv import Norm
-from models.kernels.triton.moe import ExpertOperands, sparse_swiglu
+from models.kernels.triton.moe import ExpertOperands, Room, sparse_swiglu
 from models.kernels.triton.text import swiglu
 from models.weights.matrix import Matrix, Products
 
@@ -56,7 +56,7 @@ class TritonProducts(Products[S]):
             self.gemv(single[0], residual.sum_TD, single[1], adds=True)
 
     def add_many_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
-        residual.add_(self.product_of_many(x_TX, rows, None)[None])
+        residual.add_(self.product_of_many(x_TX, rows, residual.room(len(residual.sum_TD), self.width))[None])
 
     def activated(self, gate_up_TN: torch.Tensor) -> torch.Tensor | Rounded:
         """Return silu(first half) * second half in the input format of the next product."""
@@ -70,10 +70,12 @@ class TritonProducts(Products[S]):
         """Write or add to `out_1D` the sum of weight * matrix @ inner over the choices other than -1."""
         raise NotImplementedError
 
-    def sparse_swiglu(self, x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None) -> torch.Tensor:
-        """Return (S, T, D), see `Ops`, for `experts.gate_up` of these products."""
+    def sparse_swiglu(
+        self, x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None, room: Room | None = None
+    ) -> torch.Tensor:
+        """Return (S, T, D), see `Ops`, for `experts.gate_up` of these products, in `room` if given."""
         operands = self.expert_operands, triton_products(experts.down).expert_operands
-        return sparse_swiglu(x_TD, logits_TE, experts, valid_T, *operands, self.is_float8)
+        return sparse_swiglu(x_TD, logits_TE, experts, valid_T, *operands, self.is_float8, room or x_TD.new_empty)
 
     def expert_operands(self, x_TX: torch.Tensor) -> ExpertOperands:
         """Return the operands of a product with stacked experts; x holds tokens, or their choices."""

@@ -134,7 +134,7 @@ def launch_float8() -> None:
         x, weight = GroupScaled.empty(num_tokens, 4096, torch.device("cpu")), BlockScaled.empty(256, 4096, torch.device("cpu"))
         float8.multiply(x, weight, torch.bfloat16)
         if num_tokens <= float8.MOST_TOKENS:
-            float8.multiply_in_parts(x, weight)
+            float8.multiply_in_parts(x, weight, torch.empty)
 
 
 def launch_experts(capability: int, is_float8: bool) -> None:

@@ -1,0 +1,161 @@
+"""Equal layers launch equal kernels: one layer of a kind runs in Python, the others repeat its launches with their own addresses.
+
+    layer 0 ── Python ──▶ layer 1 ── Python, captured ──▶ layers 2 to n ── the same launches, other weights and caches
+
+Layers are of one kind if all values and shapes of tensors that can be reached from them are equal. Their only common state is the residual,
+whose parts have the same memory in each layer (`Residual.room`), and the step's own tensors.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from models.kernels.captured import Captured, Unsupported, Words, capture, moved
+from models.kernels.stream import Residual
+
+logger = logging.getLogger(__name__)
+
+ORDINALS = ("layer", "ordinal")  # attributes that number layers
+LEAST = 2  # later layers of a kind that are worth a capture
+
+OfStep = Callable[[int], Sequence[torch.Tensor]]
+Run = Callable[[int, Residual, Callable[[], object]], object]
+
+
+class Repeats:
+    """Runner of layers whose weights stay where they are. The first step runs all in Python: what a layer computes once is there then."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = layers
+        self._values: list[tuple[object, list[torch.Tensor]]] = []
+        self._kinds: dict[object, list[Kind]] = {}
+        self._is_warm = self._is_off = False
+
+    def start(self, of_step: OfStep, is_possible: bool = True) -> Run:
+        """Return a function that runs layer i by the given call. `of_step(i)`: tensors of the step that only layer i uses: its cache.
+        `is_possible`: whether the layers only launch kernels."""
+        is_warm, self._is_warm = self._is_warm, True
+        if not (is_warm and is_possible and can_capture()) or self._is_off:
+            return lambda i, residual, call: call()
+        key = tuple(tensor.data_ptr() for i in (0, len(self._layers) - 1) for tensor in of_step(i))
+        if key not in self._kinds:
+            self._kinds[key] = self._make_kinds(of_step)
+        return partial(self._run, {i: kind for kind in self._kinds[key] for i in kind.layers}, {})
+
+    def _make_kinds(self, of_step: OfStep) -> list["Kind"]:
+        self._values = self._values or [inventory(layer) for layer in self._layers]
+        kinds: dict[object, Kind] = {}
+        for i, (values, tensors) in enumerate(self._values):
+            own = of_step(i)
+            kinds.setdefault((values, *map(shape_of, own)), Kind()).add(i, [*tensors, *own])
+        return list(kinds.values())
+
+    def _run(
+        self, kinds: dict[int, "Kind"], recorded: dict["Kind", "Recorded"], i: int, residual: Residual, call: Callable[[], object]
+    ) -> None:
+        kind, parts = kinds[i], residual.parts_STD
+        if (found := recorded.get(kind)) is not None and found.parts == place_of(parts):
+            found.captured.run(found.words[kind.layers.index(i)])
+        elif i == 0 or found is not None or self._is_off or kind.layers[-LEAST:][0] <= i:
+            call()
+        else:
+            try:
+                captured = capture(call)
+            except Unsupported as problem:
+                logger.warning("the launches of layers are not repeated: %s", problem)
+                self._is_off, residual.parts_STD = True, parts
+                call()
+                return
+            words = kind.words_of(i, captured.words)
+            captured.run(words[kind.layers.index(i)])
+            if place_of(residual.parts_STD) == place_of(parts):
+                recorded[kind] = Recorded(captured, words, place_of(parts))
+
+
+class Recorded(NamedTuple):
+    captured: Captured
+    words: Words  # of each layer of the kind
+    parts: object  # place of the residual's parts before and after the layer
+
+
+class Kind:
+    """Equal layers."""
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+        self._starts: list[list[int]] = []
+        self._sizes: list[int] = []
+
+    def add(self, layer: int, tensors: Sequence[torch.Tensor]) -> None:
+        self.layers.append(layer)
+        self._starts.append([tensor.data_ptr() for tensor in tensors])
+        self._sizes = [span_of(tensor) for tensor in tensors]
+
+    def words_of(self, layer: int, words: Words) -> Words:
+        """Return the parameters of each layer from those of one."""
+        starts_LR = np.array(self._starts, dtype=np.uint64)
+        ranges = starts_LR[self.layers.index(layer)]
+        return moved(words, ranges, ranges + np.array(self._sizes, dtype=np.uint64), starts_LR - ranges)
+
+
+def can_capture() -> bool:
+    """Return whether the current stream is one of a GPU that can be captured."""
+    return torch.cuda.is_initialized() and torch.cuda.current_stream().cuda_stream != 0 and not torch.cuda.is_current_stream_capturing()
+
+
+def place_of(tensor: torch.Tensor | None) -> object:
+    return None if tensor is None else (tensor.data_ptr(), tensor.shape)
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+def span_of(tensor: torch.Tensor) -> int:
+    """Return the bytes from a tensor's first to its last value."""
+    if not tensor.numel():
+        return 0
+    return tensor.itemsize * (1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
+
+
+def inventory(layer: object) -> tuple[object, list[torch.Tensor]]:
+    """Return all plain values and shapes that can be reached from a layer, except its number, and the tensors, in the same order."""
+    values: list[object] = []
+    tensors: list[torch.Tensor] = []
+    seen: set[int] = set()
+
+    def visit(each: Any) -> None:
+        if isinstance(each, torch.Tensor):
+            tensors.append(each)
+            values.append(shape_of(each))
+        elif isinstance(each, bool | int | float | str | None | torch.dtype):
+            values.append(each)
+        elif id(each) not in seen:
+            seen.add(id(each))
+            values.append(type(each))
+            for part in parts_of(each):
+                visit(part)
+
+    visit(layer)
+    return tuple(values), tensors
+
+
+def parts_of(each: Any) -> Iterator[Any]:
+    """Return what a module, a collection, a method or an object of ours holds; nothing of other objects."""
+    if isinstance(each, dict):
+        yield from each.values()
+    elif isinstance(each, tuple | list):
+        yield from each
+    elif isinstance(each, MethodType):
+        yield each.__self__
+    elif isinstance(each, partial):
+        yield from (each.func, each.args, each.keywords)
+    elif isinstance(each, nn.Module) or type(each).__module__.startswith("models."):
+        yield from (getattr(each, name) for kind in type(each).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(each, name))
+        yield from (value for name, value in getattr(each, "__dict__", {}).items() if name not in ORDINALS)
