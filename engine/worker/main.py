@@ -63,6 +63,7 @@ def take_device(child: Child, rank: int) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
+    torch.cuda.set_stream(torch.cuda.Stream(device))  # the default one cannot be captured, see `models.layers.repeats`
     return device
 
 

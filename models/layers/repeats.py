@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from models.kernels.captured import Captured, Unsupported, Words, capture, moved
+from models.kernels.captured import Captured, Unsupported, Words, can_capture, capture, moved
 from models.kernels.stream import Residual
 
 logger = logging.getLogger(__name__)
@@ -102,11 +102,6 @@ class Kind:
         starts_LR = np.array(self._starts, dtype=np.uint64)
         ranges = starts_LR[self.layers.index(layer)]
         return moved(words, ranges, ranges + np.array(self._sizes, dtype=np.uint64), starts_LR - ranges)
-
-
-def can_capture() -> bool:
-    """Return whether the current stream is one of a GPU that can be captured."""
-    return torch.cuda.is_initialized() and torch.cuda.current_stream().cuda_stream != 0 and not torch.cuda.is_current_stream_capturing()
 
 
 def place_of(tensor: torch.Tensor | None) -> object:
