@@ -308,11 +308,8 @@ class Rows:
         """Return the layout of a step that computes tokens `starts : starts + lengths` of these rows."""
         kv_lens = starts + lengths
         num_pages = -(-kv_lens // self.block_size)
-        longest = int(num_pages.max())
-        if len(rows) * longest > 4 * num_pages.sum():  # one long row would make the others' tables as long: 6 ms for 256 rows and 128k
-            pages = np.concatenate([self._tables[row, :count] for row, count in zip(rows.tolist(), num_pages.tolist(), strict=True)])
-        else:
-            pages = self._tables[rows, :longest][np.arange(longest) < num_pages[:, None]]
+        firsts, tables = rows * self._tables.shape[1], self._tables.reshape(-1).data
+        pages = bytearray().join([tables[a:b] for a, b in zip(firsts.tolist(), (firsts + num_pages).tolist(), strict=True)])
         token_rows = np.repeat(np.arange(len(rows)), lengths)
         first_tokens = np.cumsum(lengths) - lengths
         offsets = np.arange(lengths.sum()) - first_tokens[token_rows] + starts[token_rows]
@@ -321,7 +318,7 @@ class Rows:
             qo_indptr_cpu=offsets_of(lengths),
             kv_lens_cpu=torch.from_numpy(kv_lens.astype(np.int32)),
             page_indptr_cpu=offsets_of(num_pages),
-            pages=torch.from_numpy(pages),
+            pages=torch.frombuffer(pages, dtype=torch.int32),
             slot_mapping_T=torch.from_numpy(slots),
             num_prefill_rows=num_prefill_rows,
         )
