@@ -16,7 +16,6 @@
 namespace few_rows {
 
 using namespace hopper;
-using BFloat16 = __nv_bfloat16;
 
 constexpr int kRows = 16, kHalf = kRows / 2;  // of a tile
 constexpr int kWarps = 8;
@@ -34,10 +33,6 @@ struct Params {
   int num_tokens, width, num_out;
   bool adds, is_float;
 };
-
-DEVICE void copy_async(uint32_t to, unsigned char const* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
 
 // Stages of a warp: a chunk of each row of its tiles, then of each token. Odd rows have their halves exchanged, which avoids conflicts of banks.
 template <int kTiles, int kColumns, bool kGated>
@@ -58,19 +53,16 @@ struct Ring {
     int64_t const between = kGated ? int64_t(params.num_out - kHalf) * params.width : 0;
     unsigned char const* const from = params.weight + (int64_t(tile) * kTileRows + row_of_lane) * params.width + chunk * kChunk + lane % kLanes * kCopied;
     uint32_t const to = place(stage, row_of_lane);
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
+    UNROLL for (int i = 0; i < kTiles; ++i) {
       if (tile + i >= num_tiles) break;
-#pragma unroll
-      for (int row = 0; row < kRows; row += kRowsAtOnce)
+      UNROLL for (int row = 0; row < kRows; row += kRowsAtOnce)
         copy_async(to + (i * kRows + row) * kChunk, from + int64_t(i * kTileRows + row) * params.width + (row < kHalf ? 0 : between));
     }
   }
 
   // Columns of missing tokens keep what they are.
   DEVICE void copy_tokens(int stage, int chunk) const {
-#pragma unroll
-    for (int row = 0; row < kColumns * 8; row += kRowsAtOnce) {
+    UNROLL for (int row = 0; row < kColumns * 8; row += kRowsAtOnce) {
       int const token = row + lane / kLanes;
       if (token < params.num_tokens)
         copy_async(place(stage, token) + kTokens, params.x + int64_t(token) * params.width + chunk * kChunk + lane % kLanes * kCopied);
@@ -86,8 +78,8 @@ __global__ void __launch_bounds__(32 * kWarps) multiply_rows(Params const params
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int const num_tiles = params.num_out / kTileRows, round = int(gridDim.x) * kTiles, num_chunks = params.width / kChunk;
   unsigned char* const own = memory + warp * kStages * Stages::kBytes;
-  float4* const parts = reinterpret_cast<float4*>(memory + kWarps * kStages * Stages::kBytes);  // (warps, tiles, columns, lanes)
-  Stages const ring{params, uint32_t(__cvta_generic_to_shared(own)), lane, num_tiles};
+  float4* const parts = as<float4>(memory + kWarps * kStages * Stages::kBytes);  // (warps, tiles, columns, lanes)
+  Stages const ring{params, shared_address(own), lane, num_tiles};
   int next_tile = int(blockIdx.x) * kTiles, next_chunk = warp;
   auto advance = [&] {
     if ((next_chunk += kWarps) >= num_chunks) next_chunk = warp, next_tile += round;
@@ -95,8 +87,7 @@ __global__ void __launch_bounds__(32 * kWarps) multiply_rows(Params const params
   auto has_next = [&] { return next_chunk < num_chunks && next_tile < num_tiles; };
   for (int i = 0; i + 1 < kStages; ++i, advance())
     if (has_next()) ring.copy_weights(i, next_tile, next_chunk);
-  wait_for_preceding_kernel();
-  launch_dependents();
+  start();
   if (warp < num_chunks)
     for (int i = 0, chunk = warp; i + 1 < kStages; ++i, chunk = chunk + kWarps < num_chunks ? chunk + kWarps : warp) ring.copy_tokens(i, chunk);
   asm volatile("cp.async.wait_all;" ::: "memory");
@@ -104,26 +95,21 @@ __global__ void __launch_bounds__(32 * kWarps) multiply_rows(Params const params
   for (int tile = int(blockIdx.x) * kTiles; tile < num_tiles; tile += round) {
     float sums[kTiles][kColumns][4] = {};
     for (int chunk = warp; chunk < num_chunks; chunk += kWarps) {
-      asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
+      wait_for_copies<kStages - 2>();
       __syncwarp();
       int const free = (stage ? stage : kStages) - 1;
       if (has_next()) ring.copy_weights(free, next_tile, next_chunk), ring.copy_tokens(free, next_chunk);
       advance();
-      asm volatile("cp.async.commit_group;" ::: "memory");
+      end_copies();
       unsigned char const* const rows = own + stage * Stages::kBytes + lane / 4 * kChunk + lane % 4 * kCopied;
-#pragma unroll
-      for (int half = 0; half < kChunk / kStep; ++half) {
+      UNROLL for (int half = 0; half < kChunk / kStep; ++half) {
         unsigned char const* const of_half = rows + (half ^ (lane / 4 & 1)) * kStep;
         uint4 x[kColumns];
-#pragma unroll
-        for (int column = 0; column < kColumns; ++column) x[column] = *reinterpret_cast<uint4 const*>(of_half + Stages::kTokens + column * 8 * kChunk);
-#pragma unroll
-        for (int i = 0; i < kTiles; ++i) {
-          uint4 const upper = *reinterpret_cast<uint4 const*>(of_half + i * kRows * kChunk);
-          uint4 const lower = *reinterpret_cast<uint4 const*>(of_half + (i * kRows + kHalf) * kChunk);
+        UNROLL for (int column = 0; column < kColumns; ++column) x[column] = *as<uint4>(of_half + Stages::kTokens + column * 8 * kChunk);
+        UNROLL for (int i = 0; i < kTiles; ++i) {
+          uint4 const upper = *as<uint4>(of_half + i * kRows * kChunk), lower = *as<uint4>(of_half + (i * kRows + kHalf) * kChunk);
           uint32_t const first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
-#pragma unroll
-          for (int column = 0; column < kColumns; ++column) {
+          UNROLL for (int column = 0; column < kColumns; ++column) {
             multiply(sums[i][column], first, x[column].x, x[column].y);
             multiply(sums[i][column], second, x[column].z, x[column].w);
           }
@@ -132,32 +118,24 @@ __global__ void __launch_bounds__(32 * kWarps) multiply_rows(Params const params
       if (++stage == kStages) stage = 0;
       __syncwarp();
     }
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i)
-#pragma unroll
-      for (int column = 0; column < kColumns; ++column)
-        parts[((warp * kTiles + i) * kColumns + column) * 32 + lane] = *reinterpret_cast<float4 const*>(sums[i][column]);
+    UNROLL for (int i = 0; i < kTiles; ++i)
+      UNROLL for (int column = 0; column < kColumns; ++column)
+        parts[((warp * kTiles + i) * kColumns + column) * 32 + lane] = *as<float4>(sums[i][column]);
     __syncthreads();
     for (int i = threadIdx.x; i < kTiles * kColumns * 32; i += 32 * kWarps) {
       float total[4] = {};
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
+      UNROLL for (int w = 0; w < kWarps; ++w) {
         float4 const part = parts[w * kTiles * kColumns * 32 + i];
         total[0] += part.x, total[1] += part.y, total[2] += part.z, total[3] += part.w;
       }
       int const of_part = tile + i / (32 * kColumns), token = i / 32 % kColumns * 8 + lane % 4 * 2;
       if (of_part >= num_tiles) continue;
-#pragma unroll
-      for (int j = 0; j < (kGated ? 2 : 4); ++j) {
+      UNROLL for (int j = 0; j < (kGated ? 2 : 4); ++j) {
         if (token + j % 2 >= params.num_tokens) continue;
         int64_t const place = int64_t(token + j % 2) * params.num_out + of_part * kTileRows + lane / 4 + j / 2 * kHalf;
-        float value = kGated ? total[j] / (1.f + __expf(-total[j])) * total[j + 2] : total[j];
-        if (params.is_float) {
-          static_cast<float*>(params.out)[place] = value;
-        } else {
-          BFloat16* const at = static_cast<BFloat16*>(params.out) + place;
-          *at = __float2bfloat16_rn(params.adds ? value + __bfloat162float(*at) : value);
-        }
+        float const value = kGated ? silu(total[j]) * total[j + 2] : total[j];
+        if (params.is_float) as<float>(params.out)[place] = value;
+        else put(as<BFloat16>(params.out) + place, value, params.adds);
       }
     }
     __syncthreads();
@@ -165,43 +143,35 @@ __global__ void __launch_bounds__(32 * kWarps) multiply_rows(Params const params
 }
 
 template <int kTiles, int kColumns, bool kGated>
-void launch(Params const& params, int num_multiprocessors, DLDevice device) {
+void launch(Params const& params, int num_blocks, DLDevice device) {
   using Stages = Ring<kTiles, kColumns, kGated>;
   int const num_groups = (params.num_out / Stages::kTileRows + kTiles - 1) / kTiles;
-  dim3 const grid(unsigned(std::min(num_groups, num_multiprocessors)));
   int const num_bytes = kWarps * Stages::kStages * Stages::kBytes + Stages::kParts;
-  launch_early(multiply_rows<kTiles, kColumns, kGated>, params, grid, 32 * kWarps, num_bytes, device);
-}
-
-template <int kTiles, bool kGated>
-void launch_columns(Params const& params, int num_multiprocessors, DLDevice device) {
-  if (params.num_tokens <= 8) return launch<kTiles, 1, kGated>(params, num_multiprocessors, device);
-  launch<kTiles, 2, kGated>(params, num_multiprocessors, device);
+  launch_early(multiply_rows<kTiles, kColumns, kGated>, params, std::min(num_groups, num_blocks), 32 * kWarps, num_bytes, device);
 }
 
 // As many tiles at once as need the fewest rounds of them.
-template <bool kGated>
-void launch_tiles(Params const& params, int num_multiprocessors, DLDevice device) {
-  int const num_tiles = params.num_out / (kGated ? kHalf : kRows);
-  auto rounds = [&](int tiles) { return (num_tiles + tiles * num_multiprocessors - 1) / (tiles * num_multiprocessors) * tiles; };
-  if (rounds(3) <= std::min(rounds(1), rounds(2))) return launch_columns<3, kGated>(params, num_multiprocessors, device);
-  if (rounds(2) <= rounds(1)) return launch_columns<2, kGated>(params, num_multiprocessors, device);
-  launch_columns<1, kGated>(params, num_multiprocessors, device);
+template <int kColumns, bool kGated>
+void launch(Params const& params, DLDevice device) {
+  int const num_tiles = params.num_out / (kGated ? kHalf : kRows), num_blocks = num_multiprocessors(device);
+  auto rounds = [&](int tiles) { return (num_tiles + tiles * num_blocks - 1) / (tiles * num_blocks) * tiles; };
+  auto const run = rounds(3) <= std::min(rounds(1), rounds(2)) ? launch<3, kColumns, kGated>
+                   : rounds(2) <= rounds(1)                    ? launch<2, kColumns, kGated>
+                                                               : launch<1, kColumns, kGated>;
+  run(params, num_blocks, device);
 }
 
 // x (T, K), weight (N, K), out (T, N), or (T, N / 2) if gated, in float32 or bfloat16. At most kMostTokens; K is a multiple of 64, N of 16.
-void run(View x, View weight, View out, bool is_gated, bool adds, int64_t num_multiprocessors) {
-  ffi::CUDADeviceGuard guard(x.device().device_id);
+void run(View x, View weight, View out, bool is_gated, bool adds) {
   Params params{};
-  params.x = reinterpret_cast<unsigned char const*>(values_of<BFloat16>(x));
-  params.weight = reinterpret_cast<unsigned char const*>(values_of<BFloat16>(weight));
-  params.is_float = out.dtype().code == kDLFloat, params.adds = adds;
-  params.out = params.is_float ? static_cast<void*>(values_of<float>(out)) : values_of<BFloat16>(out);
-  params.num_tokens = int(out.size(0)), params.num_out = int(out.size(1)), params.width = int(x.size(1)) * int(sizeof(BFloat16));
+  params.x = bytes_of(x, false), params.weight = bytes_of(weight, false), params.is_float = is_float(out), params.adds = adds;
+  params.out = bytes_of(out, params.is_float);
+  params.num_tokens = int(out.size(0)), params.num_out = int(out.size(1)), params.width = int(x.size(1) * sizeof(BFloat16));
   TVM_FFI_ICHECK(params.num_tokens > 0 && params.num_tokens <= kMostTokens && x.size(0) == out.size(0) && x.size(1) == weight.size(1));
   TVM_FFI_ICHECK(params.width % kChunk == 0 && weight.size(0) % kRows == 0 && weight.size(0) == params.num_out * (is_gated ? 2 : 1));
-  int const count = int(num_multiprocessors);
-  is_gated ? launch_tiles<true>(params, count, x.device()) : launch_tiles<false>(params, count, x.device());
+  auto const launch_columns = is_gated ? (params.num_tokens <= 8 ? launch<1, true> : launch<2, true>)
+                                       : (params.num_tokens <= 8 ? launch<1, false> : launch<2, false>);
+  launch_columns(params, x.device());
 }
 
 }  // namespace few_rows

@@ -5,7 +5,6 @@ import torch
 from models.kernels.hopper.compile import NO_HEADS, load_kernel
 from models.kernels.stream import Activation, Residual, Rounded, RowClass
 from models.kernels.triton.activations import values_of
-from models.kernels.triton.launch import num_multiprocessors
 from models.kernels.triton.plain import TritonPlain
 from models.weights.plain import Plain
 
@@ -15,7 +14,7 @@ ROWS, COLUMNS = 16, 64  # the kernel multiplies multiples of these
 
 def multiply(x_TK: torch.Tensor, weight_NK: torch.Tensor, out_TN: torch.Tensor, gated: bool = False, adds: bool = False) -> torch.Tensor:
     """Write or add x @ weight.T to `out_TN`; if `gated`, silu(g) * u of its halves g and u."""
-    load_kernel("few_rows", NO_HEADS).run(x_TK, weight_NK, out_TN, gated, adds, num_multiprocessors(x_TK.device))
+    load_kernel("few_rows", NO_HEADS).run(x_TK, weight_NK, out_TN, gated, adds)
     return out_TN
 
 

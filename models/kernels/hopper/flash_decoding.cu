@@ -26,8 +26,8 @@ constexpr int kMaxParts = 512;  // of a group, see `work_items.py`
 
 struct Params {
   Source k, v;
-  __nv_bfloat16 const* q;
-  __nv_bfloat16* out;
+  BFloat16 const* q;
+  BFloat16* out;
   int4 const* items;  // two int4 per item
   int const* pages;
   float *partials, *sums;
@@ -102,8 +102,7 @@ struct Ring {
       int const key = item.start + coming * kTile + row;
       int const page = __ldg(params.pages + item.first_page + (min(key, item.stop - 1) >> params.log2_page));
       int const slot = (page << params.log2_page) + (key & ((1 << params.log2_page) - 1));
-#pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
+      UNROLL for (int chunk = 0; chunk < kChunks; ++chunk) {
         char* const target = place + chunk * kChunkBytes + row * kChunk * sizeof(BFloat16);
         auto const once = uint64_t(TMA::CacheHintSm90::EVICT_FIRST);
         SM90_TMA_LOAD_3D::copy(&params.k.chunks[chunk], &barriers[to], once, target, chunk * kChunk, blockIdx.x, slot);
@@ -131,17 +130,18 @@ struct Ring {
   }
 };
 
-DEVICE void load_matrices(uint32_t (&to)[4], uint32_t from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
-}
-
-DEVICE void load_transposed(uint32_t (&to)[4], uint32_t from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
-}
+#define LOAD_MATRICES(name, options) \
+  DEVICE void name(uint32_t (&to)[4], uint32_t from) { \
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4." options "shared.b16 {%0, %1, %2, %3}, [%4];" \
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from)); \
+  }
+LOAD_MATRICES(load_matrices, "")
+LOAD_MATRICES(load_transposed, "trans.")
+#undef LOAD_MATRICES
 
 DEVICE uint32_t halves_of(float low, float high) {
   __half2 const pair = __floats2half2_rn(fmaxf(fminf(low, kMaxHalf), -kMaxHalf), fmaxf(fminf(high, kMaxHalf), -kMaxHalf));
-  return *reinterpret_cast<uint32_t const*>(&pair);
+  return *as<uint32_t>(&pair);
 }
 
 // A warp's queries and its running result.
@@ -153,16 +153,14 @@ struct Rows {
   int const lane, matrix, line;  // for ldmatrix: the 8 x 8 matrix of four and its line that this lane addresses
 
   DEVICE Rows(Params const& params, WorkItem const& item, int lane) : lane(lane), matrix(lane / 8), line(lane % 8) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLL for (int half = 0; half < 2; ++half) {
       int const row = lane / 4 + 8 * half;
       ends[half] = item.end(params, row);
       bool const is_query = row >> params.log2_group < item.num_tokens;
-      __nv_bfloat16 const* const from = params.q + item.place(params, row) + lane % 4 * (kFloat8 ? 4 : 2);
-#pragma unroll
-      for (int i = 0; i < 2 * kSteps; ++i) {
+      BFloat16 const* const from = params.q + item.place(params, row) + lane % 4 * (kFloat8 ? 4 : 2);
+      UNROLL for (int i = 0; i < 2 * kSteps; ++i) {
         int const column = kFloat8 ? i / 2 * 16 + i % 2 * 2 : 8 * i;
-        uint32_t pair = is_query ? __ldcg(reinterpret_cast<uint32_t const*>(from + column)) : 0;
+        uint32_t pair = is_query ? load_new<uint32_t>(from + column) : 0;
         if constexpr (kFloat8) pair = halves_of(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
         q[i / 2][2 * (i % 2) + half] = pair;
       }
@@ -176,13 +174,11 @@ struct Rows {
   // Processes the kTile keys from `key` on, which are in the tile at `tile`.
   DEVICE void attend(Params const& params, uint32_t tile, int key, int first_end) {
     float s[2][4] = {};
-#pragma unroll
-    for (int i = 0; i < kStored / 16; ++i) {
+    UNROLL for (int i = 0; i < kStored / 16; ++i) {
       uint32_t k[4];
       load_matrices(k, piece(tile, matrix / 2 * 8 + line, 2 * i + matrix % 2));
       if constexpr (kFloat8) {
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
+        UNROLL for (int m = 0; m < 4; ++m) {
           uint2 const pairs = to_halves(k[m]);
           multiply_halves(s[m / 2], q[2 * i + m % 2], pairs.x, pairs.y);
         }
@@ -192,24 +188,20 @@ struct Rows {
       }
     }
     if (key + kTile > first_end) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
+      UNROLL for (int i = 0; i < 8; ++i)
         if (key + i / 4 * 8 + lane % 4 * 2 + i % 2 >= ends[i % 4 / 2]) s[i / 4][i % 4] = -INFINITY;
     }
     to_weights(s, params.scale_log2);
     uint32_t weights[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    UNROLL for (int i = 0; i < 4; ++i) {
       float const low = s[i / 2][i % 2 * 2], high = s[i / 2][i % 2 * 2 + 1];
       weights[i] = kFloat8 ? halves_of(low, high) : pack(low, high);
     }
-#pragma unroll
-    for (int i = 0; i < kStored / 16; ++i) {
+    UNROLL for (int i = 0; i < kStored / 16; ++i) {
       uint32_t v[4];
       load_transposed(v, piece(tile + kMatrixBytes, matrix % 2 * 8 + line, 2 * i + matrix / 2));
       if constexpr (kFloat8) {
-#pragma unroll
-        for (int m = 0; m < 4; m += 2) {
+        UNROLL for (int m = 0; m < 4; m += 2) {
           uint2 const low = to_halves(__byte_perm(v[m], 0, 0x3120)), high = to_halves(__byte_perm(v[m + 1], 0, 0x3120));
           multiply_halves(out[4 * i + m], weights, low.x, high.x);
           multiply_halves(out[4 * i + m + 1], weights, low.y, high.y);
@@ -222,19 +214,16 @@ struct Rows {
   }
 
   DEVICE void to_weights(float (&s)[2][4], float scale) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLL for (int half = 0; half < 2; ++half) {
       int const a = 2 * half, b = a + 1;
       float const next = fmaxf(over_lanes<1, 4, true>(fmaxf(fmaxf(s[0][a], s[0][b]), fmaxf(s[1][a], s[1][b]))) * scale, top[half]);
       float const factor = exp2f(top[half] - next);
       top[half] = next;
       sum[half] *= factor;
       if (factor != 1) {
-#pragma unroll
-        for (int i = 0; i < kHeadDim / 8; ++i) out[i][a] *= factor, out[i][b] *= factor;
+        UNROLL for (int i = 0; i < kHeadDim / 8; ++i) out[i][a] *= factor, out[i][b] *= factor;
       }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      UNROLL for (int i = 0; i < 4; ++i) {
         float& weight = s[i / 2][a + i % 2];
         weight = exp2f(weight * scale - next);
         sum[half] += weight;  // over this thread's keys
@@ -243,19 +232,17 @@ struct Rows {
   }
 
   DEVICE void store(Shared& shared, int warp) const {
-    float* const results = reinterpret_cast<float*>(shared.stages[warp]);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    float* const results = as<float>(shared.stages[warp]);
+    UNROLL for (int half = 0; half < 2; ++half) {
       int const row = lane / 4 + 8 * half;
       float const total = over_lanes<1, 4, false>(sum[half]);
       if (lane % 4 == 0) shared.top[warp][row] = top[half], shared.sum[warp][row] = total;
-#pragma unroll
-      for (int i = 0; i < kHeadDim / 8; i += 2) {
+      UNROLL for (int i = 0; i < kHeadDim / 8; i += 2) {
         float const (&a)[4] = out[i], (&b)[4] = out[i + 1];
         float* const to = results + row * kHeadDim + 8 * i + lane % 4 * (kFloat8 ? 4 : 2);
         int const low = 2 * half, high = low + 1;
-        *reinterpret_cast<float2*>(to) = make_float2(a[low], kFloat8 ? b[low] : a[high]);
-        *reinterpret_cast<float2*>(to + (kFloat8 ? 2 : 8)) = make_float2(kFloat8 ? a[high] : b[low], b[high]);
+        *as<float2>(to) = make_float2(a[low], kFloat8 ? b[low] : a[high]);
+        *as<float2>(to + (kFloat8 ? 2 : 8)) = make_float2(kFloat8 ? a[high] : b[low], b[high]);
       }
     }
   }
@@ -311,7 +298,7 @@ DEVICE void add_parts(Params const& params, WorkItem const& item, int num_rows, 
       float4 const x = __ldcg(reinterpret_cast<float4 const*>(partial) + i % kColumns);
       sum.x += share * x.x, sum.y += share * x.y, sum.z += share * x.z, sum.w += share * x.w;
     }
-    *reinterpret_cast<uint2*>(params.out + item.place(params, row) + i % kColumns * 4) = make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));
+    *as<uint2>(params.out + item.place(params, row) + i % kColumns * 4) = make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));
   }
 }
 
@@ -352,17 +339,15 @@ DEVICE void attend_item(Params const& params, WorkItem const& item, Shared& shar
   __syncthreads();
   for_pairs(params, item, [&](int row, int column) {
     Merged merged;
-#pragma unroll
-    for (int i = 0; i < kWarps; ++i) {
-      float const* const results = reinterpret_cast<float const*>(shared.stages[i]);
-      merged.add(shared.top[i][row], shared.sum[i][row], *reinterpret_cast<float2 const*>(results + row * kHeadDim + column));
+    UNROLL for (int i = 0; i < kWarps; ++i) {
+      merged.add(shared.top[i][row], shared.sum[i][row], *as<float2>(as<float>(shared.stages[i]) + row * kHeadDim + column));
     }
     if (item.count == 1) {
-      *reinterpret_cast<uint32_t*>(params.out + item.place(params, row) + column) = merged.pair();
+      *as<uint32_t>(params.out + item.place(params, row) + column) = merged.pair();
       return;
     }
     int64_t const place = WorkItem::partial(params, item.part, row);
-    *reinterpret_cast<float2*>(params.partials + place + column) = make_float2(merged.value.x / merged.sum, merged.value.y / merged.sum);
+    *as<float2>(params.partials + place + column) = make_float2(merged.value.x / merged.sum, merged.value.y / merged.sum);
     if (column == 0) params.sums[place / kHeadDim] = merged.top + log2f(merged.sum);
   });
   if (item.count > 1) merge_items(params, item, shared, warp, lane);
@@ -376,18 +361,15 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attend(CUTE_GRID_CONSTANT P
 }
 
 // q, out (T, H, HEAD_DIM) and k, v (slots, KV heads, kStored) bfloat16, contiguous; the others: see `flash_decoding.py`.
-void run(View q, View k, View v, View out, View items, View pages,
-         View partials, View sums, View arrivals, int64_t page_size, double scale, bool overlaps) {
+void run(View q, View k, View v, View out, View items, View pages, View partials, View sums, View arrivals, int64_t page_size, double scale,
+         bool overlaps) {
   int const group = int(q.size(1) / k.size(1)), box_rows = int(std::min<int64_t>(page_size, kTile));
   TVM_FFI_ICHECK(k.IsContiguous() && v.IsContiguous());
   TVM_FFI_ICHECK(group * k.size(1) == q.size(1) && kRows % group == 0 && page_size >= 8);  // swizzles repeat after 8 rows
-  ffi::CUDADeviceGuard guard(q.device().device_id);
-  Params const params{source_of(k, 1, box_rows), source_of(v, 1, box_rows), values_of<__nv_bfloat16>(q), values_of<__nv_bfloat16>(out),
-                      values_of<int4>(items), values_of<int>(pages), values_of<float>(partials), values_of<float>(sums), values_of<int>(arrivals),
-                      int(q.size(1)), int(k.size(1)), log2_of(group), log2_of(page_size), box_rows,
-                      float(scale * M_LOG2E), overlaps};
-  dim3 const grid(unsigned(k.size(1)), unsigned(items.size(0)));
-  launch_early(attend, params, grid, kThreads, sizeof(Shared), q.device());
+  Params const params{source_of(k, 1, box_rows), source_of(v, 1, box_rows), values_of(q), values_of(out), values_of(items), values_of(pages),
+                      values_of(partials), values_of(sums), values_of(arrivals), int(q.size(1)), int(k.size(1)), log2_of(group),
+                      log2_of(page_size), box_rows, float(scale * M_LOG2E), overlaps};
+  launch_early(attend, params, dim3(k.size(1), items.size(0)), kThreads, sizeof(Shared), q.device());
 }
 
 }  // namespace split

@@ -33,8 +33,7 @@ struct Ring {
     int const per_tile = chunks_of(width), tile = first / per_tile;
     column = (first - tile * per_tile) * kChunk;
     from = rows + int64_t(tile) * kTileRows * width + column;
-#pragma unroll
-    for (int i = 0; i < kStages; ++i) fill();
+    UNROLL for (int i = 0; i < kStages; ++i) fill();
   }
 
   DEVICE void fill() {
@@ -43,8 +42,8 @@ struct Ring {
       uint8_t const* const source = from + int64_t(row_of_lane) * width + at;
       unsigned char* const to = stages + (stage * kRows + row_of_lane) * kPitch + at;
       if (column + at < width) {
-#pragma unroll
-        for (int row = 0; row < kRows; row += kRowsAtOnce) copy_async(to + row * kPitch, source + int64_t(row) * width + (row < kHalf ? 0 : between), true);
+        UNROLL for (int row = 0; row < kRows; row += kRowsAtOnce)
+          copy_async(to + row * kPitch, source + int64_t(row) * width + (row < kHalf ? 0 : between));
       }
       column += kChunk, from += kChunk;
       if (column >= width) from += int64_t(kTileRows) * width - column, column = 0;
@@ -73,21 +72,20 @@ __global__ void __launch_bounds__(32 * kWarps) multiply_token(Params const param
   float* const before = parts + own_tiles * kWarps * kRows;  // (tiles, 16)
   auto share = [&](int of_warp) { return num_chunks * of_warp / kWarps; };
   int const norm_end = params.width * params.norm_bytes;
-  for (int i = threadIdx.x * kCopied; i < norm_end; i += blockDim.x * kCopied) copy_async(norm + i, params.norm_weight + i, true);
+  for (int i = threadIdx.x * kCopied; i < norm_end; i += blockDim.x * kCopied) copy_async(norm + i, params.norm_weight + i);
   int const first_block = first_tile * kTileRows / kGroup, num_groups = params.width / kGroup;
   int const num_blocks = (end_tile * kTileRows - 1) / kGroup - first_block + 1;
   for (int i = threadIdx.x; i < kFactors * num_blocks * num_groups; i += blockDim.x) {
     int const group = i % num_groups, block = i / num_groups % num_blocks, factor = i / num_groups / num_blocks;
     int64_t const of_row = int64_t(factor) * params.num_out / kGroup + first_block + block;
-    copy_async(scales + (factor * params.num_blocks + block) * layout.groups + group, params.scales + of_row * params.num_scales + group, false);
+    copy_float(scales + (factor * params.num_blocks + block) * layout.groups + group, params.scales + of_row * params.num_scales + group);
   }
   end_copies();
   int const first = share(warp), end = share(warp + 1);
   int64_t const between = kGated ? int64_t(params.num_out - kHalf) * params.width : 0;
   unsigned char* const stages = memory + warp * kStages * kRows * kPitch;
   Ring<kGated> ring(params.weight + int64_t(first_tile) * kTileRows * params.width, between, stages, params.width, first, end, lane);
-  wait_for_preceding_kernel();
-  launch_dependents();
+  start();
   round_token<kWarps, kStages>(params, layout.padded, norm, token, units, sums);
   BFloat16* const out = params.out + first_tile * kTileRows;
   if (params.adds)
@@ -103,15 +101,12 @@ __global__ void __launch_bounds__(32 * kWarps) multiply_token(Params const param
     __half const* const inputs = token + column + lane % 4 * 16;
     wait_for_copies<kStages - 1>();
     __syncwarp();
-#pragma unroll
-    for (int j = 0; j < kChunk / kGroup; ++j) {
+    UNROLL for (int j = 0; j < kChunk / kGroup; ++j) {
       if (column + j * kGroup >= params.width) break;
       float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-      for (int k = 0; k < kGroup / kStep; ++k) {
+      UNROLL for (int k = 0; k < kGroup / kStep; ++k) {
         int const at = j * kGroup + k * kStep;
-        uint4 const a = *reinterpret_cast<uint4 const*>(weights + at), b = *reinterpret_cast<uint4 const*>(weights + at + kHalf * kPitch);
-        multiply_step(c, d, a, b, inputs + at);
+        multiply_step(c, d, *as<uint4>(weights + at), *as<uint4>(weights + at + kHalf * kPitch), inputs + at);
       }
       int const group = column / kGroup + j;
       totals.x += (c[0] + d[0]) * (units[group] * upper_scales[group]);
@@ -135,7 +130,7 @@ __global__ void __launch_bounds__(32 * kWarps) multiply_token(Params const param
       result += place[0];
       if (kGated) other += place[kHalf];
     }
-    if (kGated) result = result / (1.f + __expf(-result)) * other;
+    if (kGated) result = silu(result) * other;
     out[i] = __float2bfloat16_rn(params.adds ? result + before[i] : result);
   }
 }
@@ -154,16 +149,14 @@ struct Tile {
   // Row i of the lower half is `below` rows after row i of the upper half.
   DEVICE void begin(uint8_t const* rows, int64_t below, int width, int first_step, int end_step, int lane) {
     first = first_step, end = end_step, upper = rows + int64_t(lane / 4) * width + lane % 4 * 16, lower = upper + below * width;
-#pragma unroll
-    for (int i = 0; i < kPrefetched; ++i) load(i, first + i);
+    UNROLL for (int i = 0; i < kPrefetched; ++i) load(i, first + i);
   }
 
   // Computes the two rows' products. `units`: scales of the token's groups; the others: scales of the rows' blocks.
   DEVICE float2 multiply(__half const* token, float const* units, float const* upper_scales, float const* lower_scales, int lane) {
     float2 totals = {0.f, 0.f};
     for (int start = first; start < end; start += kPrefetched) {
-#pragma unroll
-      for (int i = 0; i < kPrefetched; ++i) {
+      UNROLL for (int i = 0; i < kPrefetched; ++i) {
         int const step = start + i;
         if (step >= end) break;
         float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
@@ -204,14 +197,13 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps == 4 ? kBlocks : 2) 
   __shared__ float sums[kNumWarps];
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile_of_warp = warp / kSplits, split = warp % kSplits;
   Layout const layout(params.width);
-  __half* const token = reinterpret_cast<__half*>(memory);
-  unsigned char* const norm = reinterpret_cast<unsigned char*>(token + layout.padded);
-  float* const units = reinterpret_cast<float*>(norm + layout.padded * params.norm_bytes);
+  __half* const token = as<__half>(memory);
+  unsigned char* const norm = as<unsigned char>(token + layout.padded);
+  float* const units = as<float>(norm + layout.padded * params.norm_bytes);
   float* const own = units + layout.groups * (1 + 2 * tile_of_warp);  // scales of the two halves' blocks
   int const num_steps = params.width / kStep, below = kGated ? params.num_out : kHalf, norm_end = params.width * params.norm_bytes;
   int64_t row = (int64_t(blockIdx.x) * kTiles + tile_of_warp) * kTileRows;
-  for (int i = threadIdx.x * kCopied; i < norm_end; i += blockDim.x * kCopied) copy_async(norm + i, params.norm_weight + i, true);
-  auto wait = [] { wait_for_preceding_kernel(), launch_dependents(); };
+  for (int i = threadIdx.x * kCopied; i < norm_end; i += blockDim.x * kCopied) copy_async(norm + i, params.norm_weight + i);
   // Smaller grids load all weights at once; tiles of larger ones leave registers for the next kernel.
   Tile<kSplits == kNumWarps ? 8 : 4> tile;
   auto fetch = [&] {
@@ -219,14 +211,14 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps == 4 ? kBlocks : 2) 
     for (int i = split * 32 + lane; i < 2 * layout.groups; i += 32 * kSplits) {
       int const group = i % layout.groups;
       if (group * kGroup >= params.width) continue;
-      copy_async(own + i, params.scales + (row + (i < layout.groups ? 0 : below)) / kGroup * params.num_scales + group, false);
+      copy_float(own + i, params.scales + (row + (i < layout.groups ? 0 : below)) / kGroup * params.num_scales + group);
     }
     end_copies();
   };
-  if (!params.chosen) fetch(), wait();
+  if (!params.chosen) fetch(), start();
   round_token<kNumWarps, 0>(params, layout.padded, norm, token, units, sums);
   if (params.chosen) {
-    wait();
+    start();
     int const expert = __ldcg(params.chosen + blockIdx.y);
     if (expert < 0) return;
     row += int64_t(expert) * (kGated ? 2 : 1) * params.num_out;
@@ -239,10 +231,8 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps == 4 ? kBlocks : 2) 
   int const i = threadIdx.x, of_tile = i / kTileRows, in_tile = i % kTileRows;
   if (of_tile >= kTiles) return;
   float result = parts.sum(in_tile, of_tile * kSplits, kSplits);
-  if (kGated) result = result / (1.f + __expf(-result)) * parts.sum(in_tile + kHalf, of_tile * kSplits, kSplits);
-  BFloat16* const place = params.out + int64_t(blockIdx.y) * params.num_out + blockIdx.x * kTiles * kTileRows + i;
-  if (params.adds) result += __bfloat162float(*place);
-  *place = __float2bfloat16_rn(result);
+  if (kGated) result = silu(result) * parts.sum(in_tile + kHalf, of_tile * kSplits, kSplits);
+  put(params.out + int64_t(blockIdx.y) * params.num_out + blockIdx.x * kTiles * kTileRows + i, result, params.adds);
 }
 
 // Block i: values from 16 i on of the sum over all chosen experts, one warp per expert: x (chosen, width).
@@ -253,32 +243,29 @@ __global__ void __launch_bounds__(32 * kMaxChosen) sum_experts(Params const para
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_steps = params.width / kStep, num_groups = params.width / kGroup;
   int64_t row = int64_t(blockIdx.x) * kRows;
   Layout const layout(params.width);
-  __half* const token = reinterpret_cast<__half*>(memory + warp * layout.num_bytes(1, 0));
-  float* const units = reinterpret_cast<float*>(token + layout.padded);
+  __half* const token = as<__half>(memory + warp * layout.num_bytes(1, 0));
+  float* const units = as<float>(token + layout.padded);
   float* const scales = units + layout.groups;
   int const expert = __ldcg(params.chosen + warp);
   float const share = __bfloat162float(params.shares[warp]);
   row += int64_t(max(expert, 0)) * params.num_out;
   Tile<12> tile;
   tile.begin(params.weight + row * params.width, kHalf, params.width, 0, expert < 0 ? 0 : num_steps, lane);
-  for (int group = lane; group < num_groups; group += 32) copy_async(scales + group, params.scales + row / kGroup * params.num_scales + group, false);
+  for (int group = lane; group < num_groups; group += 32) copy_float(scales + group, params.scales + row / kGroup * params.num_scales + group);
   end_copies();
-  wait_for_preceding_kernel();
-  launch_dependents();
+  start();
   BFloat16* const place = params.out + blockIdx.x * kRows + threadIdx.x % kRows;
   float const before = params.adds ? __bfloat162float(*place) : 0.f;
   if (expert >= 0) {
     BFloat16 const* const x = params.x + int64_t(warp) * params.width;
     for (int start = 0; start < num_groups; start += 2 * kPairs) {
       uint4 pieces[kPairs];
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
+      UNROLL for (int i = 0; i < kPairs; ++i) {
         int const group = start + 2 * i + lane / 16;
-        if (group < num_groups) pieces[i] = __ldcg(reinterpret_cast<uint4 const*>(x + group * kGroup + lane % 16 * kPiece));
+        if (group < num_groups) pieces[i] = load_new<uint4>(x + group * kGroup + lane % 16 * kPiece);
         else pieces[i] = uint4{0, 0, 0, 0};
       }
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
+      UNROLL for (int i = 0; i < kPairs; ++i) {
         if (start + 2 * i >= num_groups) break;
         int const group = start + 2 * i + lane / 16;
         float values[kPiece];
@@ -297,12 +284,11 @@ __global__ void __launch_bounds__(32 * kMaxChosen) sum_experts(Params const para
   if (threadIdx.x < kRows) *place = __float2bfloat16_rn(before + parts.sum(threadIdx.x, 0, blockDim.x / 32));
 }
 
-Params params_of(View x, View weight, View scales, View chosen, View out, bool adds) {
+Params params_of(View x, View weight, View scales, Optional chosen, View out, bool adds) {
   Params params{};
-  params.x = values_of<BFloat16>(x), params.weight = values_of<uint8_t>(weight), params.scales = values_of<float>(scales);
-  params.chosen = chosen.size(0) ? values_of<int>(chosen) : nullptr, params.out = values_of<BFloat16>(out);
+  params.x = values_of(x), params.weight = values_of(weight), params.scales = values_of(scales), params.chosen = values_of(chosen);
   params.width = int(x.size(1)), params.num_out = int(out.size(1)), params.num_scales = int(scales.size(1));
-  params.adds = adds;
+  params.out = values_of(out), params.adds = adds;
   TVM_FFI_ICHECK(params.width % kGroup == 0 && params.num_out % kGroup == 0 && weight.size(1) == params.width);
   return params;
 }
@@ -316,13 +302,13 @@ void launch_token(Params params, int num_multiprocessors, DLDevice device) {
   params.num_blocks = most == 1 ? 1 : (most * kTileRows + kGroup - 2) / kGroup + 1;
   size_t const num_bytes = kWarps * kStages * kRows * kPitch + Layout(params.width).num_bytes((kGated ? 2 : 1) * params.num_blocks, params.norm_bytes) +
                            most * kRows * (kWarps + 1) * sizeof(float);
-  launch_early(multiply_token<kGated>, params, dim3(unsigned(num_blocks)), 32 * kWarps, num_bytes, device);
+  launch_early(multiply_token<kGated>, params, num_blocks, 32 * kWarps, num_bytes, device);
 }
 
 template <int kNumWarps, int kSplits, bool kGated>
 void launch_tiles(Params const& params, int num_experts, DLDevice device) {
   constexpr int kTiles = kNumWarps / kSplits;
-  dim3 const grid(unsigned(params.num_out / (kTiles * (kGated ? kHalf : kRows))), unsigned(num_experts));
+  dim3 const grid(params.num_out / (kTiles * (kGated ? kHalf : kRows)), num_experts);
   size_t const num_bytes = Layout(params.width).num_bytes(2 * kTiles, params.norm_bytes);
   launch_early(multiply_tiles<kNumWarps, kSplits, kGated>, params, grid, 32 * kNumWarps, num_bytes, device);
 }
@@ -330,37 +316,31 @@ void launch_tiles(Params const& params, int num_experts, DLDevice device) {
 // A matrix is small if the stages of `multiply_token` hold all of it. Grids of `multiply_tiles` have enough blocks for all multiprocessors, but
 // no more than can run at once, since each block rounds the token.
 template <bool kGated>
-void launch(Params const& params, int num_experts, int num_multiprocessors, DLDevice device) {
-  int const num_tiles = params.num_out / (kGated ? kHalf : kRows) * num_experts, most = kBlocks * num_multiprocessors;
-  bool const is_small = int64_t(num_tiles) * params.width <= int64_t(num_multiprocessors) * kWarps * kStages * kChunk;
-  if (!params.chosen && !is_small) return launch_token<kGated>(params, num_multiprocessors, device);
-  if (num_tiles <= num_multiprocessors) return launch_tiles<kMaxWarps, kMaxWarps, kGated>(params, num_experts, device);
-  if (num_tiles <= most) return launch_tiles<4, 4, kGated>(params, num_experts, device);
-  if (num_tiles <= 2 * most) return launch_tiles<4, 2, kGated>(params, num_experts, device);
-  launch_tiles<4, 1, kGated>(params, num_experts, device);
+void launch(Params const& params, int num_experts, DLDevice device) {
+  int const count = num_multiprocessors(device), num_tiles = params.num_out / (kGated ? kHalf : kRows) * num_experts, most = kBlocks * count;
+  bool const is_small = int64_t(num_tiles) * params.width <= int64_t(count) * kWarps * kStages * kChunk;
+  if (!params.chosen && !is_small) return launch_token<kGated>(params, count, device);
+  auto const run = num_tiles <= count      ? launch_tiles<kMaxWarps, kMaxWarps, kGated>
+                   : num_tiles <= most     ? launch_tiles<4, 4, kGated>
+                   : num_tiles <= 2 * most ? launch_tiles<4, 2, kGated>
+                                           : launch_tiles<4, 1, kGated>;
+  run(params, num_experts, device);
 }
 
-// x (1, K), weight (N, K), or (experts * N, K) with N of the result (chosen, N), twice as many rows if gated. norm_weight (K) or empty.
-void run(View x, View norm_weight, double eps, View weight, View scales, View chosen,
-         View out, bool is_gated, bool adds, int64_t num_multiprocessors) {
-  ffi::CUDADeviceGuard guard(x.device().device_id);
+// x (1, K), weight (N, K), or (experts * N, K) with N of the result (chosen, N), twice as many rows if gated. norm_weight (K).
+void run(View x, Optional norm_weight, double eps, View weight, View scales, Optional chosen, View out, bool is_gated, bool adds) {
   Params params = params_of(x, weight, scales, chosen, out, adds);
-  NormWeight const norm = norm_weight_of(norm_weight);
-  params.norm_weight = norm.values, params.norm_bytes = norm.num_bytes, params.eps = float(eps);
-  int const num_experts = int(out.size(0)), count = int(num_multiprocessors);
-  is_gated ? launch<true>(params, num_experts, count, x.device()) : launch<false>(params, num_experts, count, x.device());
+  set_norm(params, norm_weight, eps);
+  (is_gated ? launch<true> : launch<false>)(params, int(out.size(0)), x.device());
 }
 
 // x (chosen, K), weight (experts * N, K), shares (chosen), out (1, N).
-void run_sum(View x, View weight, View scales, View chosen, View shares,
-             View out, bool adds) {
-  ffi::CUDADeviceGuard guard(x.device().device_id);
+void run_sum(View x, View weight, View scales, View chosen, View shares, View out, bool adds) {
   Params params = params_of(x, weight, scales, chosen, out, adds);
-  params.shares = values_of<BFloat16>(shares);
+  params.shares = values_of(shares);
   int const num_chosen = int(chosen.size(0));
   TVM_FFI_ICHECK(num_chosen <= kMaxChosen) << "float8: " << num_chosen << " experts of a token";
-  dim3 const grid(unsigned(params.num_out / kRows));
-  launch_early(sum_experts, params, grid, 32 * num_chosen, num_chosen * Layout(params.width).num_bytes(1, 0), x.device());
+  launch_early(sum_experts, params, params.num_out / kRows, 32 * num_chosen, num_chosen * Layout(params.width).num_bytes(1, 0), x.device());
 }
 
 }  // namespace float8

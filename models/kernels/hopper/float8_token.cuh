@@ -9,7 +9,6 @@
 namespace float8 {
 
 using namespace hopper;
-using BFloat16 = __nv_bfloat16;
 
 constexpr int kRows = 16, kHalf = kRows / 2;
 constexpr int kGroup = 128;  // values with a scale
@@ -61,8 +60,7 @@ DEVICE void multiply_values(float (&c)[4], uint32_t a, uint32_t b, uint32_t b0, 
 
 // Adds a step of this lane's two rows to c and d, two chains: a product waits for the previous one of its chain.
 DEVICE void multiply_step(float (&c)[4], float (&d)[4], uint4 a, uint4 b, __half const* token) {
-  uint4 const* from = reinterpret_cast<uint4 const*>(token);
-  uint4 const x = from[0], y = from[1];
+  uint4 const x = *as<uint4>(token), y = *as<uint4>(token + 8);
   multiply_values(c, a.x, b.x, x.x, x.y);
   multiply_values(d, a.y, b.y, x.z, x.w);
   multiply_values(c, a.z, b.z, y.x, y.y);
@@ -71,24 +69,15 @@ DEVICE void multiply_step(float (&c)[4], float (&d)[4], uint4 a, uint4 b, __half
 
 DEVICE void to_floats(uint4 const& piece, float (&values)[kPiece]) {
   uint32_t const words[4] = {piece.x, piece.y, piece.z, piece.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float2 const pair = __bfloat1622float2(*reinterpret_cast<__nv_bfloat162 const*>(&words[i]));
+  UNROLL for (int i = 0; i < 4; ++i) {
+    float2 const pair = floats(words[i]);
     values[2 * i] = pair.x, values[2 * i + 1] = pair.y;
   }
 }
 
-DEVICE void copy_async(void* to, void const* from, bool is_wide) {
-  uint32_t const address = uint32_t(__cvta_generic_to_shared(to));
-  if (is_wide) asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
-  else asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(from) : "memory");
+DEVICE void copy_float(float* to, float const* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
-
-DEVICE void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits until at most kLeft groups of this thread's copies are pending.
-template <int kLeft>
-DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory"); }
 
 DEVICE int chunks_of(int width) { return (width + kChunk - 1) / kChunk; }
 
@@ -103,14 +92,12 @@ DEVICE float reciprocal(float x) {
 // Rounds a lane's piece of a group of 16 lanes; writes it to `to` as float16, and the group's scale to `unit`.
 DEVICE void store_rounded(float const (&values)[kPiece], __half* to, float* unit, int lane) {
   float largest = 0.f;
-#pragma unroll
-  for (float value : values) largest = fmaxf(largest, fabsf(value));
+  UNROLL for (float value : values) largest = fmaxf(largest, fabsf(value));
   largest = over_lanes<1, 16, true>(largest);
   float const scale = fmaxf(largest * (1.f / kLargest), kLeastScale), inverse = reciprocal(scale);
   uint32_t halves[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) halves[i] = rounded_halves(values[2 * i] * inverse, values[2 * i + 1] * inverse);
-  *reinterpret_cast<uint4*>(to) = {halves[0], halves[1], halves[2], halves[3]};
+  UNROLL for (int i = 0; i < 4; ++i) halves[i] = rounded_halves(values[2 * i] * inverse, values[2 * i + 1] * inverse);
+  *as<uint4>(to) = {halves[0], halves[1], halves[2], halves[3]};
   if (lane % 16 == 0) *unit = scale;
 }
 
@@ -123,21 +110,18 @@ DEVICE void round_token(Params const& params, int padded, unsigned char const* n
   float square = 0.f;
   for (int start = int(threadIdx.x) * kPiece; start < padded; start += kPieces * kStride) {
     uint4 pieces[kPieces];
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
+    UNROLL for (int i = 0; i < kPieces; ++i) {
       int const column = start + i * kStride;
-      if (column < params.width) pieces[i] = __ldcg(reinterpret_cast<uint4 const*>(params.x + column));
+      if (column < params.width) pieces[i] = load_new<uint4>(params.x + column);
       else pieces[i] = uint4{0, 0, 0, 0};
     }
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
+    UNROLL for (int i = 0; i < kPieces; ++i) {
       if (start + i * kStride >= padded) break;
-      *reinterpret_cast<uint4*>(token + start + i * kStride) = pieces[i];
+      *as<uint4>(token + start + i * kStride) = pieces[i];
       if (!params.norm_bytes) continue;
       float values[kPiece];
       to_floats(pieces[i], values);
-#pragma unroll
-      for (float value : values) square += value * value;
+      UNROLL for (float value : values) square += value * value;
     }
   }
   float factor = 1.f;
@@ -147,24 +131,22 @@ DEVICE void round_token(Params const& params, int padded, unsigned char const* n
     wait_for_copies<kLeft>();
     __syncthreads();
     square = 0.f;
-#pragma unroll
-    for (int i = 0; i < kNumWarps; ++i) square += sums[i];
+    UNROLL for (int i = 0; i < kNumWarps; ++i) square += sums[i];
     factor = rsqrtf(square / float(params.width) + params.eps);
   }
 #pragma unroll 1
   for (int column = int(threadIdx.x) * kPiece; column < padded; column += kStride) {  // uniform within a warp: its lanes have two whole groups
     float values[kPiece];
-    to_floats(*reinterpret_cast<uint4 const*>(token + column), values);
+    to_floats(*as<uint4>(token + column), values);
     if (params.norm_bytes) {
       __align__(16) float weights[kPiece];
       if (params.norm_bytes == sizeof(float)) {
-        float4 const* from = reinterpret_cast<float4 const*>(norm) + column / 4;
-        reinterpret_cast<float4*>(weights)[0] = from[0], reinterpret_cast<float4*>(weights)[1] = from[1];
+        float4 const* from = as<float4>(norm) + column / 4;
+        as<float4>(weights)[0] = from[0], as<float4>(weights)[1] = from[1];
       } else {
-        to_floats(*reinterpret_cast<uint4 const*>(norm + column * sizeof(BFloat16)), weights);
+        to_floats(*as<uint4>(norm + column * sizeof(BFloat16)), weights);
       }
-#pragma unroll
-      for (int j = 0; j < kPiece; ++j) values[j] = __bfloat162float(__float2bfloat16_rn(values[j] * factor * weights[j]));
+      UNROLL for (int j = 0; j < kPiece; ++j) values[j] = __bfloat162float(__float2bfloat16_rn(values[j] * factor * weights[j]));
     }
     store_rounded(values, token + column, units + column / kGroup, lane);
   }

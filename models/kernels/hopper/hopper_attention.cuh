@@ -21,7 +21,6 @@
 
 #pragma once
 
-#include <cuda_bf16.h>
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/pipeline/sm90_pipeline.hpp>
 
@@ -39,7 +38,7 @@ constexpr int kGroups = kTileQ / 64;  // computing warp groups; one more copies
 constexpr int kComputeThreads = kGroups * kGroupThreads, kComputeWarps = kComputeThreads / 32;
 constexpr int kThreads = kGroupThreads + kComputeThreads;
 constexpr int kWidth = kChunks * kChunk;
-constexpr int kRowBytes = kSteps * 16 * sizeof(BFloat16);  // copied per row
+constexpr int kRowBytes = kSteps * 16 * sizeof(bfloat16_t);  // copied per row
 
 // A tile of a head's queries with all or part of their key tiles, see `tile_plan.py`. The last part to finish merges all parts.
 struct Item {
@@ -50,16 +49,9 @@ struct Item {
 
   DEVICE Item(int4 const* items, int number) {
     int4 const tile = items[3 * number + 3], keys = items[3 * number + 4], parts = items[3 * number + 5];
-    first_token = tile.x;
-    num_tokens = tile.y;
-    first_key = tile.z;
-    end = tile.w;
-    head = keys.x;
-    first_tile = keys.y;
-    end_tile = keys.z;
-    first_part = parts.x;
-    part = parts.y;
-    num_parts = parts.z;
+    first_token = tile.x, num_tokens = tile.y, first_key = tile.z, end = tile.w;
+    head = keys.x, first_tile = keys.y, end_tile = keys.z;
+    first_part = parts.x, part = parts.y, num_parts = parts.z;
   }
 };
 
@@ -77,17 +69,17 @@ using Groups = Layout<Shape<Int<kGroups>, _1, _1>>;
 using Scores = Shape<Int<kTileQ>, Int<kTileKV>>;
 using Output = Shape<Int<kTileQ>, Int<kHeadDim>>;
 using ProductQK = conditional_t<kTileKV == 112, Product112<>,
-                                decltype(GMMA::ss_op_selector<BFloat16, BFloat16, float, Shape<Int<kTileQ>, Int<kTileKV>, _16>>())>;
+                                decltype(GMMA::ss_op_selector<bfloat16_t, bfloat16_t, float, Shape<Int<kTileQ>, Int<kTileKV>, _16>>())>;
 using MmaQK = decltype(make_tiled_mma(ProductQK{}, Groups{}));
 template <int Columns>
 using ProductPV =
     conditional_t<Columns == 72, Product72<>,
-                  decltype(GMMA::rs_op_selector<BFloat16, BFloat16, float, Shape<Int<kTileQ>, Int<Columns>, _16>, GMMA::Major::K, GMMA::Major::MN>())>;
+                  decltype(GMMA::rs_op_selector<bfloat16_t, bfloat16_t, float, Shape<Int<kTileQ>, Int<Columns>, _16>, GMMA::Major::K, GMMA::Major::MN>())>;
 template <int Columns>
 using MmaValues = decltype(make_tiled_mma(ProductPV<Columns>{}, Groups{}));
 using MmaPV = MmaValues<kHeadDim>;
 
-using Atom = GMMA::Layout_K_SW128_Atom<BFloat16>;
+using Atom = GMMA::Layout_K_SW128_Atom<bfloat16_t>;
 using LayoutQ = decltype(tile_to_shape(Atom{}, Shape<Int<kTileQ>, Int<kWidth>, Int<kStagesQ>>{}));
 using LayoutKV = decltype(tile_to_shape(Atom{}, Shape<Int<kTileKV>, Int<kWidth>, Int<kStages>>{}));
 using LayoutVt = decltype(composition(LayoutKV{}, make_ordered_layout(Shape<Int<kWidth>, Int<kTileKV>, Int<kStages>>{}, Step<_2, _1, _3>{})));
@@ -99,9 +91,9 @@ using PipelineQ = cutlass::PipelineTmaAsync<kStagesQ>;
 using PipelineKV = cutlass::PipelineTmaAsync<kStages>;
 
 struct Shared {
-  alignas(1024) BFloat16 q[cosize_v<LayoutQ>];  // swizzles repeat after 1024 bytes
-  alignas(1024) BFloat16 k[cosize_v<LayoutKV>];
-  alignas(1024) BFloat16 v[cosize_v<LayoutKV>];
+  alignas(1024) bfloat16_t q[cosize_v<LayoutQ>];  // swizzles repeat after 1024 bytes
+  alignas(1024) bfloat16_t k[cosize_v<LayoutKV>];
+  alignas(1024) bfloat16_t v[cosize_v<LayoutKV>];
   PipelineQ::SharedStorage pipeline_q;
   PipelineKV::SharedStorage pipeline_k, pipeline_v;
 };
@@ -135,17 +127,16 @@ DEVICE void release(Pipeline& pipeline, State& state) {
 
 // Issues the copy of one box of a chunk to `place`, a row of the chunk's part of the stage.
 template <typename Pipeline, typename State>
-DEVICE void copy(Pipeline& pipeline, State const& state, Source const& source, int chunk, BFloat16* place, int head, int row) {
+DEVICE void copy(Pipeline& pipeline, State const& state, Source const& source, int chunk, bfloat16_t* place, int head, int row) {
   SM90_TMA_LOAD_3D::copy(&source.chunks[chunk], pipeline.producer_get_barrier(state), uint64_t(TMA::CacheHintSm90::EVICT_NORMAL), place,
                          chunk * kChunk, head, row);
 }
 
 // Fills the next free stage with a tile, one box per chunk. Called by a single thread.
 template <int Rows, typename Pipeline, typename State>
-DEVICE void fetch(Pipeline& pipeline, State& state, Source const& source, BFloat16* stages, int head, int row) {
+DEVICE void fetch(Pipeline& pipeline, State& state, Source const& source, bfloat16_t* stages, int head, int row) {
   pipeline.producer_acquire(state);
-#pragma unroll
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
+  UNROLL for (int chunk = 0; chunk < kChunks; ++chunk) {
     copy(pipeline, state, source, chunk, stages + (state.index() * kChunks + chunk) * Rows * kChunk, head, row);
   }
   ++state;
@@ -159,8 +150,7 @@ DEVICE void start_product(Mma mma, A& a, B const& b, C& c) {
   warpgroup_fence_operand(c);
   warpgroup_arrive();
   mma.accumulate_ = Clear ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-#pragma unroll
-  for (int step = 0; step < Steps; ++step) {
+  UNROLL for (int step = 0; step < Steps; ++step) {
     cute::gemm(mma, a(_, _, step), b(_, _, step), c);
     mma.accumulate_ = GMMA::ScaleOut::One;
   }
@@ -177,39 +167,33 @@ struct Softmax {
   template <typename Values>
   DEVICE void to_weights(Values& scores) {
     float next[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-    for (int i = 0; i < size(scores); ++i) next[i / 2 % 2] = fmaxf(next[i / 2 % 2], scores(i));
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
+    UNROLL for (int i = 0; i < size(scores); ++i) next[i / 2 % 2] = fmaxf(next[i / 2 % 2], scores(i));
+    UNROLL for (int row = 0; row < 2; ++row) {
       next[row] = fmaxf(over_lanes<1, 4, true>(next[row]) * scale, top[row]);
       factor[row] = exp2f(top[row] - next[row]);
       top[row] = next[row];
       sum[row] *= factor[row];
     }
-#pragma unroll
-    for (int i = 0; i < size(scores); ++i) {
+    UNROLL for (int i = 0; i < size(scores); ++i) {
       scores(i) = exp2f(scores(i) * scale - top[i / 2 % 2]);
       sum[i / 2 % 2] += scores(i);
     }
   }
 
   DEVICE void sum_rows() {
-#pragma unroll
-    for (int row = 0; row < 2; ++row) sum[row] = over_lanes<1, 4, false>(sum[row]);
+    UNROLL for (int row = 0; row < 2; ++row) sum[row] = over_lanes<1, 4, false>(sum[row]);
   }
 
   template <typename Values>
   DEVICE void rescale(Values& out) const {
-#pragma unroll
-    for (int i = 0; i < size(out); ++i) out(i) *= factor[i / 2 % 2];
+    UNROLL for (int i = 0; i < size(out); ++i) out(i) *= factor[i / 2 % 2];
   }
 };
 
 // Masks the scores of keys that a query does not attend to.
 template <typename Work, typename Places, typename Values>
 DEVICE void mask(typename Work::Params const& params, Work const& work, int tile, Places const& places, Values& scores) {
-#pragma unroll
-  for (int i = 0; i < size(scores); ++i) {
+  UNROLL for (int i = 0; i < size(scores); ++i) {
     int const row = get<0>(places(i)), key = get<1>(places(i));
     if (key >= work.visible(params, row) - tile * kTileKV) scores(i) = -INFINITY;
   }
@@ -220,10 +204,8 @@ template <typename Values>
 DEVICE bool merge(Plan const& plan, Item const& item, int thread, Softmax& softmax, Values& out) {
   auto place = [&](int part) { return plan.parts + int64_t(item.first_part + part) * kPartFloats + thread; };
   float* const mine = place(item.part);
-#pragma unroll
-  for (int i = 0; i < size(out); ++i) __stcg(mine + i * kComputeThreads, out(i));
-#pragma unroll
-  for (int row = 0; row < 2; ++row) {
+  UNROLL for (int i = 0; i < size(out); ++i) __stcg(mine + i * kComputeThreads, out(i));
+  UNROLL for (int row = 0; row < 2; ++row) {
     __stcg(mine + (size(out) + row) * kComputeThreads, softmax.top[row]);
     __stcg(mine + (size(out) + 2 + row) * kComputeThreads, softmax.sum[row]);
   }
@@ -238,14 +220,12 @@ DEVICE bool merge(Plan const& plan, Item const& item, int thread, Softmax& softm
   if (__shfl_sync(~0u, arrived, 0) < item.num_parts) return false;
   __threadfence();
   clear(out);
-#pragma unroll
-  for (int row = 0; row < 2; ++row) softmax.top[row] = kLowest, softmax.sum[row] = 0;
+  UNROLL for (int row = 0; row < 2; ++row) softmax.top[row] = kLowest, softmax.sum[row] = 0;
 #pragma unroll 1
   for (int part = 0; part < item.num_parts; ++part) {  // written by other blocks: reads bypass L1
     float const* const theirs = place(part);
     float weight[2];
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
+    UNROLL for (int row = 0; row < 2; ++row) {
       float const top = __ldcg(theirs + (size(out) + row) * kComputeThreads), sum = __ldcg(theirs + (size(out) + 2 + row) * kComputeThreads);
       float const next = fmaxf(softmax.top[row], top);
       softmax.factor[row] = exp2f(softmax.top[row] - next);
@@ -253,8 +233,7 @@ DEVICE bool merge(Plan const& plan, Item const& item, int thread, Softmax& softm
       softmax.top[row] = next;
       softmax.sum[row] = softmax.sum[row] * softmax.factor[row] + sum * weight[row];
     }
-#pragma unroll
-    for (int i = 0; i < size(out); ++i) {
+    UNROLL for (int i = 0; i < size(out); ++i) {
       out(i) = out(i) * softmax.factor[i / 2 % 2] + __ldcg(theirs + i * kComputeThreads) * weight[i / 2 % 2];
     }
   }
@@ -266,9 +245,8 @@ template <typename Work, typename Values>
 DEVICE void store(typename Work::Params const& params, Work const& work, Softmax const& softmax, Values const& values, int thread) {
   auto places = MmaPV{}.get_slice(thread).partition_C(make_identity_tensor(Output{}));
   float const factor[2] = {1 / softmax.sum[0], 1 / softmax.sum[1]};
-  __nv_bfloat16* const targets[2] = {work.place(params, get<0>(places(0))), work.place(params, get<0>(places(2)))};
-#pragma unroll
-  for (int i = 0; i < size(values); i += 2) {
+  BFloat16* const targets[2] = {work.place(params, get<0>(places(0))), work.place(params, get<0>(places(2)))};
+  UNROLL for (int i = 0; i < size(values); i += 2) {
     if (targets[i / 2 % 2] == nullptr) continue;
     *reinterpret_cast<__nv_bfloat162*>(targets[i / 2 % 2] + get<1>(places(i))) =
         __floats2bfloat162_rn(values(i) * factor[i / 2 % 2], values(i + 1) * factor[i / 2 % 2]);
@@ -288,7 +266,7 @@ DEVICE void consume(typename Work::Params const& params, Shared& shared, Pipelin
   auto k = slice_qk.partition_fragment_B(make_tensor(make_smem_ptr(shared.k), LayoutKV{}));
   auto v = slice_v.partition_fragment_B(make_tensor(make_smem_ptr(shared.v), LayoutVt{}));
   auto scores = partition_fragment_C(mma_qk, Scores{});
-  auto weights = make_tensor<BFloat16>(partition_shape_A(mma_pv, Scores{}));  // the same layout as the scores
+  auto weights = make_tensor<bfloat16_t>(partition_shape_A(mma_pv, Scores{}));  // the same layout as the scores
   auto out = partition_fragment_C(mma_pv, Output{});
   auto places = mma_qk.get_slice(thread).partition_C(make_identity_tensor(Scores{}));
   cutlass::PipelineState<kStagesQ> state_q;
@@ -319,8 +297,7 @@ DEVICE void consume(typename Work::Params const& params, Shared& shared, Pipelin
   };
   auto round_weights = [&] {
     auto pairs = recast<__nv_bfloat162>(weights);
-#pragma unroll
-    for (int i = 0; i < size(pairs); ++i) pairs(i) = __floats2bfloat162_rn(scores(2 * i), scores(2 * i + 1));
+    UNROLL for (int i = 0; i < size(pairs); ++i) pairs(i) = __floats2bfloat162_rn(scores(2 * i), scores(2 * i + 1));
   };
 
   auto skip = [&](Work const& work) {  // takes part in the alternation and releases the stages copied for all groups
@@ -395,8 +372,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(CUTE_GRID_CONSTANT typenam
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   if (blockIdx.x >= params.plan.num_blocks()) return;
   Pipelines pipelines(shared);
-  wait_for_preceding_kernel();
-  launch_dependents();  // not earlier: a concurrent kernel relies on the completion of all kernels before this one
+  start();  // not earlier: a concurrent kernel relies on the completion of all kernels before this one
   __syncthreads();
   if (cutlass::canonical_warp_group_idx() == 0) {  // needs few registers, which the other groups get
     cutlass::arch::warpgroup_reg_dealloc<kGroups == 2 ? 24 : 32>();
@@ -410,7 +386,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(CUTE_GRID_CONSTANT typenam
 // items (1 + n, 12) int32; the other buffers have space for the plan's parts.
 inline Plan plan_of(View items, View parts, View arrivals) {
   TVM_FFI_ICHECK(items.size(1) == 12 && parts.size(1) == kPartFloats && arrivals.size(1) == kComputeWarps);
-  return {values_of<int4>(items), values_of<float>(parts), values_of<int>(arrivals)};
+  return {values_of(items), values_of(parts), values_of(arrivals)};
 }
 
 inline int64_t tile_rows() { return kTileQ; }  // rows of a tile: queries of all its heads
@@ -420,7 +396,7 @@ inline int64_t part_arrivals() { return kComputeWarps; }
 
 template <typename Work>
 void launch(typename Work::Params const& params, int num_blocks, DLDevice device) {
-  launch_early(attend<Work>, params, dim3(num_blocks), kThreads, sizeof(Shared), device);
+  launch_early(attend<Work>, params, num_blocks, kThreads, sizeof(Shared), device);
 }
 
 }  // namespace hopper

@@ -14,7 +14,6 @@
 namespace hopper {
 
 using namespace cute;
-using BFloat16 = cutlass::bfloat16_t;
 
 #ifdef FLOAT8
 constexpr bool kFloat8 = true;
@@ -34,7 +33,7 @@ struct Source {
 // x (rows, heads, kStored): strides are multiples of 16 bytes, values contiguous. A copy transfers a box.
 inline Source source_of(View x, int box_heads, int box_rows) {
   TVM_FFI_ICHECK(x.size(2) == kStored && x.stride(2) == 1);
-  void* const values = strided_values_of<__nv_bfloat16>(x);
+  BFloat16* const values = values_of(x, /*is_strided=*/true);
   Source source;
   cuuint64_t const shape[3] = {kStored, cuuint64_t(x.size(1)), cuuint64_t(x.size(0))};
   cuuint64_t const strides[2] = {x.stride(1) * sizeof(BFloat16), x.stride(0) * sizeof(BFloat16)};  // of heads and rows

@@ -1,15 +1,15 @@
-// Products of a single token with matrices of 4-bit integers that have a scale for 32, 64 or 128 values, for Hopper, with the norm before them and
-// SwiGLU and residual behind. Called by `int4_gemv.py`. Matrices lie as the library humming-kernels 0.1.19 lays them out:
+// Products of a single token with matrices of 4-bit integers that have a scale for 32, 64 or 128 values, for Hopper, fused with the norm before them
+// and with SwiGLU and residual after them. Called by `int4_gemv.py`. The library humming-kernels 0.1.19 defines the layout of matrices:
 //
 //   codes   for each 16 columns and 64 rows 32 x 16 bytes, those of lane l at 16 l. Word i holds rows 16 i + l / 4 and 8 more of columns
-//           l % 4 * 2 + {0, 1} and 8 more, as tensor cores want them: nibbles j and j + 4 are neighbours of one row
+//           l % 4 * 2 + {0, 1} and 8 more, in the order of tensor cores: nibbles j and j + 4 are neighbours of one row
 //   scales  (groups, rows), and zero points, 4 bits each: of 64 rows those of rows r, r + 8, ..., r + 56 are at 8 r
 //
-// Stacked matrices lie one after the other, so a matrix is also some of the chunks of a longer one.
+// Stacked matrices are consecutive, so a matrix is also some of the chunks of a longer one.
 //
-// 128 columns are a chunk. The chunks of 64 rows are divided among the warps of two blocks, of which the first sums up what both have. A warp loads
-// one or two chunks before it waits for the kernel ahead. Codes become mantissas of 128 in bfloat16, which takes one instruction for two; what that
-// adds is subtracted once for each group, with the zero point.
+// 128 columns are a chunk. The chunks of 64 rows are divided among the warps of two blocks; the first block adds both sums. A warp loads one or
+// two chunks before it waits for the preceding kernel. Codes become mantissas of 128 in bfloat16, with one instruction for two; what that adds is
+// subtracted once for each group, with the zero point.
 
 #include <algorithm>
 
@@ -18,7 +18,6 @@
 namespace one_token {
 
 using namespace hopper;
-using BFloat16 = __nv_bfloat16;
 
 constexpr int kRows = 64, kEighths = kRows / 8;
 constexpr int kColumns = 16, kChunk = 128, kSteps = kChunk / kColumns;
@@ -62,9 +61,6 @@ DEVICE float low_of(uint32_t pair) { return __uint_as_float(pair << 16); }
 
 DEVICE float high_of(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
 
-// The 16 bytes' i-th word.
-DEVICE uint32_t word_of(uint4 const& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
-
 DEVICE float scale_of(uint4 const& eight, int i) {
   uint32_t const word = word_of(eight, i / 2);
   return i % 2 ? high_of(word) : low_of(word);
@@ -83,21 +79,18 @@ struct Tile {
 
   DEVICE Tile(Params const& params, int row, int first, int end, int lane) : params(params), step(params.height / 2), row(row), end(end), lane(lane) {
     codes = params.codes + (int64_t(first) * kSteps * params.height + row) / 2 + lane;
-#pragma unroll
-    for (int slot = 0; slot < kPrefetched; ++slot) {
+    UNROLL for (int slot = 0; slot < kPrefetched; ++slot) {
       if (first + slot >= end) break;
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) words[slot][i] = load_once(codes + (slot * kSteps + i) * step);
+      UNROLL for (int i = 0; i < kSteps; ++i) words[slot][i] = load_once(codes + (slot * kSteps + i) * step);
       load_scales(slot, first + slot);
     }
     codes += kPrefetched * kSteps * step;
   }
 
   DEVICE void load_scales(int slot, int chunk) {
-#pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
+    UNROLL for (int group = 0; group < kGroups; ++group) {
       int64_t const at = (int64_t(chunk) * kGroups + group) * params.height + row + lane / 4 * kEighths;
-      scales[slot][group] = __ldg(reinterpret_cast<uint4 const*>(params.scales + at));
+      scales[slot][group] = __ldg(as<uint4>(params.scales + at));
       if (kZeros) zeros[slot][group] = __ldg(params.zeros + at / 8);
     }
   }
@@ -105,17 +98,14 @@ struct Tile {
   // What rows lane / 4, and 8 more each, have of the chunks; `token`, in the order of `place_of`, and the sums begin with those of the first one.
   DEVICE void multiply(uint32_t const* token, float const* sums, int first, float (&totals)[kEighths]) {
     for (int start = first; start < end; start += kPrefetched) {
-#pragma unroll
-      for (int slot = 0; slot < kPrefetched; ++slot, token += kChunk / 2, sums += kChunk / kUnit) {
+      UNROLL for (int slot = 0; slot < kPrefetched; ++slot, token += kChunk / 2, sums += kChunk / kUnit) {
         int const chunk = start + slot;
         if (chunk >= end) break;
         bool const is_followed = chunk + kPrefetched < end;
         float c[4][4]{};
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-          uint2 const x = *reinterpret_cast<uint2 const*>(token + i * 8 + lane % 4 * 2);
-#pragma unroll
-          for (int tile = 0; tile < 4; ++tile) {
+        UNROLL for (int i = 0; i < kSteps; ++i) {
+          uint2 const x = *as<uint2>(token + i * 8 + lane % 4 * 2);
+          UNROLL for (int tile = 0; tile < 4; ++tile) {
             uint32_t const word = word_of(words[slot][i], tile);
             uint32_t const a[4] = {pair_of(word), pair_of(word >> 8), pair_of(word >> 4), pair_of(word >> 12)};
             hopper::multiply(c[tile], a, x.x, x.y);
@@ -124,10 +114,8 @@ struct Tile {
           if ((i + 1) * kGroups % kSteps) continue;
           int const group = i * kGroups / kSteps;
           float sum = 0.f;
-#pragma unroll
-          for (int unit = 0; unit < kGroup / kUnit; ++unit) sum += sums[group * (kGroup / kUnit) + unit];
-#pragma unroll
-          for (int eighth = 0; eighth < kEighths; ++eighth) {
+          UNROLL for (int unit = 0; unit < kGroup / kUnit; ++unit) sum += sums[group * (kGroup / kUnit) + unit];
+          UNROLL for (int eighth = 0; eighth < kEighths; ++eighth) {
             float& value = c[eighth / 2][eighth % 2 * 2];
             float const zero = kZeros ? float(zeros[slot][group] >> (4 * eighth) & 15) : kMiddle;
             totals[eighth] += (value - (kAdded + zero) * sum) * scale_of(scales[slot][group], eighth);
@@ -151,19 +139,18 @@ DEVICE float load_token(Params const& params, BFloat16 const* x, uint32_t* token
   float squares = 0.f;
   int const from = params.norm_bytes ? 0 : begin, to = params.norm_bytes ? params.width : end;
   for (int column = from + threadIdx.x * kPiece; column < to; column += 32 * kWarps * kPiece) {
-    uint4 const piece = __ldcg(reinterpret_cast<uint4 const*>(x + column));
+    uint4 const piece = load_new<uint4>(x + column);
     bool const is_own = column >= begin && column < end;
     float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < kPiece / 2; ++i) {
+    UNROLL for (int i = 0; i < kPiece / 2; ++i) {
       uint32_t pair = word_of(piece, i);
       if (params.norm_bytes) {
         float const low = low_of(pair), high = high_of(pair);
         squares += low * low + high * high;
         if (!is_own) continue;
         int const at = column / 2 + i;
-        float2 const weights = params.norm_bytes == 2 ? __bfloat1622float2(reinterpret_cast<__nv_bfloat162 const*>(params.norm_weight)[at])
-                                                      : reinterpret_cast<float2 const*>(params.norm_weight)[at];
+        float2 const weights = params.norm_bytes == 2 ? __bfloat1622float2(as<__nv_bfloat162>(params.norm_weight)[at])
+                                                      : as<float2>(params.norm_weight)[at];
         pair = pack(low * weights.x, high * weights.y);
       }
       sum += low_of(pair) + high_of(pair);
@@ -176,17 +163,6 @@ DEVICE float load_token(Params const& params, BFloat16 const* x, uint32_t* token
     if (threadIdx.x % 4 == 0) sums[(column - begin) / kUnit] = sum;
   }
   return squares;
-}
-
-DEVICE void arrive_and_wait() {
-  asm volatile("barrier.cluster.arrive.release.aligned;");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-DEVICE void store_in_first_block(float* mine, float value) {
-  uint32_t there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(uint32_t(__cvta_generic_to_shared(mine))));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
 }
 
 // Chunks that two blocks have at most, each.
@@ -204,7 +180,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == kManyWarps ? 1 : 4 - kP
   auto share = [&](int i) { return num_chunks * i / (kCluster * kSharing); };
   int const share_of_warp = rank * kSharing + warp % kSharing;
   int const first = share(share_of_warp), begin = share(rank * kSharing), end = share((rank + 1) * kSharing);
-  float* const sums = reinterpret_cast<float*>(token + most_chunks(num_chunks) * kChunk / 2);
+  float* const sums = as<float>(token + most_chunks(num_chunks) * kChunk / 2);
   int expert = 0, choice = blockIdx.y;
   if (params.chosen) {
     if (!params.is_chosen_early) wait_for_preceding_kernel();
@@ -212,10 +188,9 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == kManyWarps ? 1 : 4 - kP
     if (expert < 0) return;
   }
   int const offset = expert * num_chunks;
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // this block runs: the other may write to its memory
+  announce_block();
   Tile<kGroup, kZeros, kPrefetched> tile(params, first_row + half * params.num_out, offset + first, offset + share(share_of_warp + 1), lane);
-  wait_for_preceding_kernel();
-  launch_dependents();
+  start();
   BFloat16 const* const x = params.x + choice * params.x_stride;
   float const sum = over_lanes<1, 32, false>(load_token<kWarps>(params, x, token, sums, begin * kChunk, end * kChunk));
   if (lane == 0) squares[warp] = sum;
@@ -223,38 +198,32 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps == kManyWarps ? 1 : 4 - kP
   float totals[kEighths]{};
   tile.multiply(token + (first - begin) * kChunk / 2, sums + (first - begin) * kChunk / kUnit, offset + first, totals);
   if (lane % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < kEighths; ++i) parts[warp][i * 8 + lane / 4] = totals[i];
+    UNROLL for (int i = 0; i < kEighths; ++i) parts[warp][i * 8 + lane / 4] = totals[i];
   }
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  wait_for_blocks();
   __syncthreads();
   int const i = threadIdx.x;
   if (i < kHalves * kRows) {
     float result = 0.f;
-#pragma unroll
-    for (int other = 0; other < kSharing; ++other) result += parts[i / kRows * kSharing + other][i % kRows];
-    store_in_first_block(&of_blocks[rank][i], result);
+    UNROLL for (int other = 0; other < kSharing; ++other) result += parts[i / kRows * kSharing + other][i % kRows];
+    store_in(0, &of_blocks[rank][i], result);
   }
-  arrive_and_wait();
+  wait_for_writes();
   if (rank > 0 || i >= kRows) return;
   float factor = 1.f;
   if (params.norm_bytes) {
     float all = 0.f;
-#pragma unroll
-    for (float one : squares) all += one;
+    UNROLL for (float one : squares) all += one;
     factor = rsqrtf(all / params.width + params.eps);
   }
   float result = (of_blocks[0][i] + of_blocks[1][i]) * factor;
-  if (kGated) result = result / (1.f + __expf(-result)) * ((of_blocks[0][i + kRows] + of_blocks[1][i + kRows]) * factor);
-  BFloat16* const place = params.out + choice * params.num_out + first_row + i;
-  if (params.adds) result += __bfloat162float(*place);
-  *place = __float2bfloat16_rn(result);
+  if (kGated) result = silu(result) * ((of_blocks[0][i + kRows] + of_blocks[1][i + kRows]) * factor);
+  put(params.out + choice * params.num_out + first_row + i, result, params.adds);
 }
 
 template <int kGroup, bool kZeros, int kPrefetched, int kWarps = kFewWarps>
-void launch(Params const& params, int num_choices, bool is_gated, DLDevice device) {
+void launch(Params const& params, dim3 grid, bool is_gated, DLDevice device) {
   int const most = (params.width / kChunk + kCluster - 1) / kCluster;
-  dim3 const grid(unsigned(params.num_out / kRows * kCluster), unsigned(num_choices));
   auto const kernel = is_gated ? multiply_token<kGroup, kZeros, true, kPrefetched, kWarps>
                                : multiply_token<kGroup, kZeros, false, kPrefetched, kWarps>;
   launch_early(kernel, params, grid, 32 * kWarps, most * (kChunk * sizeof(BFloat16) + kChunk / kUnit * sizeof(float)), device, kCluster);
@@ -262,41 +231,33 @@ void launch(Params const& params, int num_choices, bool is_gated, DLDevice devic
 
 // Two chunks ahead where so many blocks with so many registers run at once.
 template <int kGroup, bool kZeros>
-void launch(Params const& params, int num_choices, bool is_gated, int num_multiprocessors, DLDevice device) {
-  int const num_blocks = params.num_out / kRows * kCluster * num_choices;
-  bool const is_long = num_blocks <= num_multiprocessors && params.width >= kLong * kChunk;
-  auto const run = is_long                                 ? launch<kGroup, kZeros, 2, kManyWarps>
-                   : num_blocks <= 2 * num_multiprocessors ? launch<kGroup, kZeros, 2>
-                                                           : launch<kGroup, kZeros, 1>;
-  run(params, num_choices, is_gated, device);
+void launch(Params const& params, int num_choices, bool is_gated, DLDevice device) {
+  dim3 const grid(params.num_out / kRows * kCluster, num_choices);
+  int const num_blocks = grid.x * num_choices, count = num_multiprocessors(device);
+  auto const run = num_blocks <= count && params.width >= kLong * kChunk ? launch<kGroup, kZeros, 2, kManyWarps>
+                   : num_blocks <= 2 * count                             ? launch<kGroup, kZeros, 2>
+                                                                         : launch<kGroup, kZeros, 1>;
+  run(params, grid, is_gated, device);
 }
 
-template <int kGroup>
-void launch(Params const& params, int num_choices, bool is_gated, int num_multiprocessors, DLDevice device) {
-  (params.zeros ? launch<kGroup, true> : launch<kGroup, false>)(params, num_choices, is_gated, num_multiprocessors, device);
-}
-
-// x (1, K), or one for each choice, norm_weight (K) or empty, codes (K / 16, 2 N), scales (groups, N), zeros (groups, N / 8) or empty, all of
-// these of one or of stacked matrices with `groups` groups each, chosen (choices) or empty, out (1 or choices, N), or N / 2 if gated.
-void run(View x, View norm_weight, double eps, View codes, View scales, int64_t groups, View zeros, View chosen, bool is_chosen_early, View out,
-         bool is_gated, bool adds, int64_t num_multiprocessors) {
-  ffi::CUDADeviceGuard guard(x.device().device_id);
+// x (1, K), or one for each choice, norm_weight (K), codes (K / 16, 2 N), scales (groups, N), zeros (groups, N / 8), all of these of one or of
+// stacked matrices with `groups` groups each, chosen (choices), out (1 or choices, N), or N / 2 if gated.
+void run(View x, Optional norm_weight, double eps, View codes, View scales, int64_t groups, Optional zeros, Optional chosen, bool is_chosen_early,
+         View out, bool is_gated, bool adds) {
   Params params{};
-  NormWeight const norm = norm_weight_of(norm_weight);
-  params.x = values_of<BFloat16>(x), params.norm_weight = norm.values, params.norm_bytes = norm.num_bytes, params.eps = float(eps);
-  params.codes = values_of<uint4>(codes), params.scales = values_of<BFloat16>(scales), params.out = values_of<BFloat16>(out);
-  params.zeros = zeros.size(0) ? values_of<uint32_t>(zeros) : nullptr;
-  params.width = int(x.size(1)), params.height = int(scales.size(1)), params.num_out = int(out.size(1)), params.adds = adds;
-  params.chosen = chosen.size(0) ? values_of<int>(chosen) : nullptr, params.is_chosen_early = is_chosen_early;
+  set_norm(params, norm_weight, eps);
+  params.x = values_of(x), params.codes = values_of(codes), params.scales = values_of(scales), params.zeros = values_of(zeros);
+  params.out = values_of(out), params.chosen = values_of(chosen), params.is_chosen_early = is_chosen_early, params.adds = adds;
+  params.width = int(x.size(1)), params.height = int(scales.size(1)), params.num_out = int(out.size(1));
   params.x_stride = x.size(0) > 1 ? params.width : 0;
-  int const group = params.width / int(groups), count = int(num_multiprocessors), num_choices = params.chosen ? int(chosen.size(0)) : 1;
+  int const group = params.width / int(groups), num_choices = chosen ? int((*chosen).size(0)) : 1;
   TVM_FFI_ICHECK(params.width % kChunk == 0 && params.num_out % kRows == 0 && params.height == params.num_out * (is_gated ? 2 : 1))
       << "int4: a matrix of " << params.height << " x " << params.width;
   TVM_FFI_ICHECK(out.size(0) == num_choices && (x.size(0) == 1 || x.size(0) == num_choices)) << "int4: " << out.size(0) << " results";
-  if (group == 128) return launch<128>(params, num_choices, is_gated, count, x.device());
-  if (group == 64) return launch<64>(params, num_choices, is_gated, count, x.device());
-  TVM_FFI_ICHECK(group == 32) << "int4: groups of " << group;
-  launch<32>(params, num_choices, is_gated, count, x.device());
+  TVM_FFI_ICHECK(group == 32 || group == 64 || group == 128) << "int4: groups of " << group;
+  auto const launch_group = zeros ? (group == 128 ? launch<128, true> : group == 64 ? launch<64, true> : launch<32, true>)
+                                  : (group == 128 ? launch<128, false> : group == 64 ? launch<64, false> : launch<32, false>);
+  launch_group(params, num_choices, is_gated, x.device());
 }
 
 }  // namespace one_token

@@ -5,7 +5,6 @@ import torch
 from models.kernels.hopper.compile import NO_HEADS, load_kernel
 from models.kernels.humming import ROWS, Humming, HummingMatrix
 from models.kernels.triton.gemv import Norm
-from models.kernels.triton.launch import num_multiprocessors
 from models.kernels.triton.low_bit import TritonLowBit
 from models.kernels.triton.moe import weighted_sum
 
@@ -18,15 +17,10 @@ def _run(
 ) -> torch.Tensor:  # fmt: skip
     """Multiply by the matrix, or by each of several `chosen_K` (int32), of which -1 leaves the result undefined. `is_chosen_early`: the
     previous kernel has not written them."""
-    norm_weight, eps = norm or (x_KX.new_empty(0), 0.0)
-    layer, zeros, no_ints = matrix.layer, matrix.zeros, x_KX.new_empty(0, dtype=torch.int32)
-    zeros, chosen = no_ints if zeros is None else zeros, no_ints if chosen_K is None else chosen_K
-    kernel, count = load_kernel("int4_gemv", NO_HEADS), num_multiprocessors(x_KX.device)
+    layer, (norm_weight, eps), kernel = matrix.layer, norm or (None, 0.0), load_kernel("int4_gemv", NO_HEADS)
     scales = layer.weight_scale.flatten(0, -2)
     groups = len(scales) // matrix.count
-    kernel.run(
-        x_KX, norm_weight, eps, layer.weight, scales, groups, zeros, chosen, is_chosen_early, out_KN, gated, adds, count
-    )  # fmt: skip
+    kernel.run(x_KX, norm_weight, eps, layer.weight, scales, groups, matrix.zeros, chosen_K, is_chosen_early, out_KN, gated, adds)
     return out_KN
 
 

@@ -14,7 +14,7 @@ using namespace hopper;
 struct Work : Item {
   struct Params {
     Source q, k, v;
-    __nv_bfloat16* out;
+    BFloat16* out;
     Plan plan;
     int const* pages;
     int log2_group;  // query heads per KV head
@@ -33,7 +33,7 @@ struct Work : Item {
   // Also for tokens after the tile's last one, whose results are discarded.
   DEVICE int visible(Params const& params, int row) const { return end - num_tokens + 1 + (row >> params.log2_group); }
 
-  DEVICE __nv_bfloat16* place(Params const& params, int row) const {
+  DEVICE BFloat16* place(Params const& params, int row) const {
     int const token = row >> params.log2_group, member = row - (token << params.log2_group);
     if (token >= num_tokens) return nullptr;
     return params.out + (int64_t(first_token + token) * params.num_heads + (head << params.log2_group) + member) * kHeadDim;
@@ -60,7 +60,7 @@ struct Work : Item {
 
   // Copies keys or values of all of the block's items. One lane calls `then` when an item's first tile has been issued.
   template <typename Then>
-  DEVICE static void copy_tiles(Params const& params, PipelineKV& pipeline, Source const& source, BFloat16* stages, Then then) {
+  DEVICE static void copy_tiles(Params const& params, PipelineKV& pipeline, Source const& source, bfloat16_t* stages, Then then) {
     int const lane = cutlass::canonical_lane_idx(), row = lane * params.box_rows;  // row of a tile at which this lane's box begins
     auto state = cutlass::make_producer_start_state<PipelineKV>();
     for (int number = blockIdx.x, total = params.plan.num_items(); number < total; number += params.plan.num_blocks()) {
@@ -74,8 +74,7 @@ struct Work : Item {
         if (lane == 0) pipeline.producer_acquire(state);
         __syncwarp();
         if (row < kTileKV) {
-#pragma unroll
-          for (int chunk = 0; chunk < kChunks; ++chunk) {
+          UNROLL for (int chunk = 0; chunk < kChunks; ++chunk) {
             copy(pipeline, state, source, chunk, stages + ((state.index() * kChunks + chunk) * kTileKV + row) * kChunk, work.head, slot);
           }
         }
@@ -88,16 +87,13 @@ struct Work : Item {
 };
 
 // q, out (T, H, HEAD_DIM) and k, v (slots, KV heads, HEAD_DIM) bfloat16, contiguous; pages int32; the plan: see `tile_plan.py`.
-void run(View q, View k, View v, View out, View items, View parts,
-         View arrivals, View pages, int64_t page_size, int64_t num_blocks, double scale) {
-  int const group = int(q.size(1) / k.size(1));
+void run(View q, View k, View v, View out, View items, View parts, View arrivals, View pages, int64_t page_size, int64_t num_blocks, double scale) {
+  int const group = int(q.size(1) / k.size(1)), box_rows = int(std::min<int64_t>(page_size, kTileKV));
   TVM_FFI_ICHECK(q.IsContiguous() && k.IsContiguous() && v.IsContiguous());
   TVM_FFI_ICHECK(group * k.size(1) == q.size(1) && kTileQ % group == 0 && page_size >= 8);  // swizzles repeat after 8 rows
-  int const box_rows = int(std::min<int64_t>(page_size, kTileKV));
-  ffi::CUDADeviceGuard guard(q.device().device_id);
-  Work::Params const params{source_of(q, group, kTileQ / group), source_of(k, 1, box_rows), source_of(v, 1, box_rows),
-                            values_of<__nv_bfloat16>(out), plan_of(items, parts, arrivals), values_of<int>(pages), log2_of(group),
-                            int(q.size(1)), log2_of(page_size), box_rows, float(scale * M_LOG2E)};
+  Work::Params const params{source_of(q, group, kTileQ / group), source_of(k, 1, box_rows), source_of(v, 1, box_rows), values_of(out),
+                            plan_of(items, parts, arrivals), values_of(pages), log2_of(group), int(q.size(1)), log2_of(page_size), box_rows,
+                            float(scale * M_LOG2E)};
   launch<Work>(params, int(num_blocks), q.device());
 }
 

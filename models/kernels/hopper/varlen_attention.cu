@@ -11,7 +11,7 @@ using namespace hopper;
 struct Work : Item {
   struct Params {
     Source q, k, v;
-    __nv_bfloat16* out;
+    BFloat16* out;
     int64_t out_stride;
     Plan plan;
     float scale_log2;
@@ -26,7 +26,7 @@ struct Work : Item {
 
   DEVICE int visible(Params const&, int) const { return end; }
 
-  DEVICE __nv_bfloat16* place(Params const& params, int row) const {
+  DEVICE BFloat16* place(Params const& params, int row) const {
     return row < num_tokens ? params.out + (first_token + row) * params.out_stride + head * kHeadDim : nullptr;
   }
 
@@ -52,13 +52,10 @@ struct Work : Item {
 };
 
 // q, k, v (P, H, HEAD_DIM) bfloat16: strides are multiples of 16 bytes, values contiguous. out (P, H * HEAD_DIM). The plan: see `tile_plan.py`.
-void run(View q, View k, View v, View out, View items, View parts,
-         View arrivals, int64_t num_blocks, double scale) {
+void run(View q, View k, View v, View out, View items, View parts, View arrivals, int64_t num_blocks, double scale) {
   TVM_FFI_ICHECK(out.size(1) == q.size(1) * kHeadDim && out.stride(1) == 1);
-  ffi::CUDADeviceGuard guard(q.device().device_id);
-  Work::Params const params{source_of(q, 1, kTileQ), source_of(k, 1, kTileKV), source_of(v, 1, kTileKV),
-                            strided_values_of<__nv_bfloat16>(out), out.stride(0), plan_of(items, parts, arrivals),
-                            float(scale * M_LOG2E)};
+  Work::Params const params{source_of(q, 1, kTileQ), source_of(k, 1, kTileKV), source_of(v, 1, kTileKV), values_of(out, /*is_strided=*/true),
+                            out.stride(0), plan_of(items, parts, arrivals), float(scale * M_LOG2E)};
   launch<Work>(params, int(num_blocks), q.device());
 }
 
