@@ -1,14 +1,15 @@
-"""Float8 products on Hopper: our CUDA kernel for a single token, our Triton kernel for few, cuBLAS for more."""
+"""Float8 products on Hopper: `float8_gemv.cu` for a single token, also with its experts, our Triton kernel for few, cuBLAS for more."""
 
 import torch
 from torch.nn.functional import ScalingType
 
-from models.kernels.hopper import float8_gemv
+from models.kernels.hopper.compile import NO_HEADS, load_kernel
 from models.kernels.stream import RowClass
 from models.kernels.triton.float8 import TritonFloat8
 from models.kernels.triton.gemv import Norm
 from models.weights.float8 import GroupScaled
 
+MAX_CHOSEN = 12
 _scaled_mm = torch.ops.aten._scaled_mm_v2.out  # `torch.nn.functional.scaled_mm` has no `out`
 
 
@@ -16,10 +17,17 @@ class HopperFloat8(TritonFloat8):
     """See `TritonFloat8`."""
 
     has_gemv = True
-    max_chosen = float8_gemv.MAX_CHOSEN
+    max_chosen = MAX_CHOSEN
 
-    def gemv(self, x_1X: torch.Tensor, out_1N: torch.Tensor, norm: Norm | None, gated: bool = False, adds: bool = False) -> torch.Tensor:
-        return float8_gemv.gemv(x_1X, self.matrix, out_1N, norm, gated, adds)
+    def gemv(
+        self, x_1X: torch.Tensor, out: torch.Tensor, norm: Norm | None, gated: bool = False, adds: bool = False,
+        chosen_K: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """See `TritonProducts`; with `chosen_K`, by the matrix of each of these experts."""
+        (norm_weight, eps), matrix = norm or (None, 0.0), self.matrix
+        kernel, values = load_kernel("float8_gemv", NO_HEADS), matrix.values.view(torch.uint8)
+        kernel.run(x_1X, norm_weight, eps, values, matrix.padded_scales, chosen_K, out, gated, adds)
+        return out
 
     def multiply(self, x_TX: GroupScaled, rows: RowClass, room_PN: torch.Tensor | None = None) -> torch.Tensor:
         if rows <= RowClass.FEW:
@@ -33,7 +41,9 @@ class HopperFloat8(TritonFloat8):
         return y_TN if len(y_TN) == len(x_TX) else y_TN[: len(x_TX)]
 
     def expert_swiglu(self, x_1D: torch.Tensor, chosen_K: torch.Tensor) -> torch.Tensor:
-        return float8_gemv.expert_swiglu(x_1D, self.matrix, chosen_K, self.count)
+        inner_KI = x_1D.new_empty((len(chosen_K), self.width // self.count // 2))
+        return self.gemv(x_1D, inner_KI, None, gated=True, chosen_K=chosen_K)
 
     def expert_sum(self, inner_KI: torch.Tensor, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool) -> None:
-        float8_gemv.expert_sum(inner_KI, self.matrix, chosen_K, weights_K, out_1D, adds)
+        kernel, matrix = load_kernel("float8_gemv", NO_HEADS), self.matrix
+        kernel.run_sum(inner_KI, matrix.values.view(torch.uint8), matrix.padded_scales, chosen_K, weights_K, out_1D, adds)

@@ -1,5 +1,5 @@
 // Products of a single token with float8 matrices in scaled blocks of 128 x 128, for Hopper, fused with the norm and rounding before them and with SwiGLU
-// and residual after them. Called by `float8_gemv.py`.
+// and residual after them. Called by `float8.py`.
 //
 // Memory-bound if conversions are cheap: one instruction converts two values to float16, and tensor cores accumulate in float32, which is exact. A
 // warp has 16 rows. A lane reads 16 bytes of row lane / 4 and of the row 8 below; it reads the token's values in the matching order:

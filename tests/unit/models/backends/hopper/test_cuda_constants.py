@@ -12,7 +12,7 @@ from models.kernels.stream import RowClass
 
 pytest.importorskip("triton")  # beside the kernels
 from models.kernels import humming
-from models.kernels.hopper import attention, few_rows, flash_decoding, float8_gemv
+from models.kernels.hopper import attention, few_rows, flash_decoding, float8
 
 FOLDER = Path(compile.__file__).parent
 
@@ -34,7 +34,7 @@ def test_tokens_that_are_new_in_a_step() -> None:
 
 
 def test_tokens_that_the_float8_kernel_takes() -> None:
-    assert constant("kMaxChosen", "float8_token.cuh") == float8_gemv.MAX_CHOSEN
+    assert constant("kMaxChosen", "float8_token.cuh") == float8.MAX_CHOSEN
 
 
 def test_products_that_the_kernel_of_few_rows_takes() -> None:
