@@ -389,11 +389,6 @@ inline Plan plan_of(View items, View parts, View arrivals) {
   return {values_of(items), values_of(parts), values_of(arrivals)};
 }
 
-inline int64_t tile_rows() { return kTileQ; }  // rows of a tile: queries of all its heads
-inline int64_t tile_keys() { return kTileKV; }
-inline int64_t part_floats() { return kPartFloats; }
-inline int64_t part_arrivals() { return kComputeWarps; }
-
 template <typename Work>
 void launch(typename Work::Params const& params, int num_blocks, DLDevice device) {
   launch_early(attend<Work>, params, num_blocks, kThreads, sizeof(Shared), device);
@@ -401,7 +396,10 @@ void launch(typename Work::Params const& params, int num_blocks, DLDevice device
 
 }  // namespace hopper
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(tile_rows, hopper::tile_rows);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(tile_keys, hopper::tile_keys);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(part_floats, hopper::part_floats);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(part_arrivals, hopper::part_arrivals);
+#define EXPORT(name, value) \
+  inline int64_t name() { return hopper::value; } \
+  TVM_FFI_DLL_EXPORT_TYPED_FUNC(name, ::name)
+EXPORT(tile_rows, kTileQ)  // rows of a tile: queries of all its heads
+EXPORT(tile_keys, kTileKV)
+EXPORT(part_floats, kPartFloats)
+EXPORT(part_arrivals, kComputeWarps)

@@ -165,20 +165,15 @@ def _inverse(system: tensor, SIZE: constexpr) -> tensor:
 
 
 @triton.jit
-def _coupling(k: tensor, other: tensor, beta: tensor, sums: tensor, other_sums: tensor, DIAGONAL: constexpr, EXACT: constexpr) -> tensor:
+def _coupling(k: tensor, other: tensor, beta: tensor, sums: tensor, other_sums: tensor, DIAGONAL: constexpr, PRECISION: constexpr) -> tensor:
     """Compute a block of L."""
-    products = tl.dot(k, tl.trans(other), input_precision="ieee" if EXACT else None)
+    products = tl.dot(k, tl.trans(other), input_precision=PRECISION)
     exponent = sums[:, None] - other_sums[None, :]
     if DIAGONAL:
         index = tl.arange(0, k.shape[0])
         below = index[:, None] > index[None, :]
         return tl.where(below, beta[:, None] * products * tl.exp(tl.where(below, exponent, 0.0)), 0.0)
     return beta[:, None] * products * tl.exp(exponent)
-
-
-@triton.jit
-def _times(left: tensor, right: tensor, EXACT: constexpr) -> tensor:
-    return tl.dot(left, right, input_precision="ieee" if EXACT else "tf32")
 
 
 @triton.jit
@@ -198,7 +193,7 @@ def _chunk_of(starts: tensor, chunk: tensor, num_rows: tensor, CHUNK: constexpr,
 def _prepare(
     mixed: tensor, gates: tensor, a_log: tensor, dt_bias: tensor, starts: tensor, u: tensor, w: tensor, p: tensor, sums: tensor,
     num_rows: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr, CHUNK: constexpr, SIZE: constexpr,
-    ROWS: constexpr, EXACT: constexpr,
+    ROWS: constexpr, PRECISION: constexpr,
 ) -> None:  # fmt: skip
     """Program (c, h): chunk c of head h, four blocks of SIZE."""
     first, end = _chunk_of(starts, tl.program_id(0), num_rows, CHUNK, ROWS)
@@ -215,7 +210,7 @@ def _prepare(
     queries, keys = tl.load(lines + query_at[None, :], there[:, None], 0.0), tl.load(lines + key_at[None, :], there[:, None], 0.0)
     index = whole - first
     seen = index[:, None] >= index[None, :]
-    products = tl.dot(queries, tl.trans(keys), input_precision="ieee" if EXACT else None)
+    products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     attended = tl.where(seen, products * tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0)), 0.0)
     place = (whole.to(tl.int64) * HEADS + head)[:, None] * CHUNK + index[None, :]
     tl.store(p + place, attended.to(p.dtype.element_ty), there[:, None])
@@ -231,13 +226,13 @@ def _prepare(
         decay = _gates_of(gates, a_log, dt_bias, token, inside, head, HEADS)
         s = carry + tl.cumsum(decay, 0)
         carry += tl.sum(decay, 0)
-        inverse = _inverse(_coupling(k, k, beta, s, s, True, EXACT), SIZE)
+        inverse = _inverse(_coupling(k, k, beta, s, s, True, PRECISION), SIZE)
         u_new, w_new = beta[:, None] * v, (beta * tl.exp(s))[:, None] * k.to(tl.float32)
         for other in tl.static_range(block):
-            coupling = _coupling(k, solved[4 * other], beta, s, solved[4 * other + 1], False, EXACT)
-            u_new -= _times(coupling, solved[4 * other + 2], EXACT)
-            w_new -= _times(coupling, solved[4 * other + 3], EXACT)
-        u_new, w_new = _times(inverse, u_new, EXACT), _times(inverse, w_new, EXACT)
+            coupling = _coupling(k, solved[4 * other], beta, s, solved[4 * other + 1], False, PRECISION)
+            u_new -= tl.dot(coupling, solved[4 * other + 2], input_precision=PRECISION)
+            w_new -= tl.dot(coupling, solved[4 * other + 3], input_precision=PRECISION)
+        u_new, w_new = tl.dot(inverse, u_new, input_precision=PRECISION), tl.dot(inverse, w_new, input_precision=PRECISION)
         place = (token.to(tl.int64) * HEADS + head)[:, None] * DIM + dim[None, :]
         tl.store(u + place, u_new.to(u.dtype.element_ty), inside[:, None])
         tl.store(w + place, w_new.to(w.dtype.element_ty), inside[:, None])
@@ -248,7 +243,7 @@ def _prepare(
 def _scan(
     mixed: tensor, u: tensor, w: tensor, p: tensor, sums: tensor, memory: tensor, rows: tensor, starts: tensor, sources: tensor,
     firsts: tensor, out: tensor, num_rows: tensor, row_stride: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr,
-    DIM: constexpr, CHUNK: constexpr, COLUMNS: constexpr, STAGES: constexpr, EXACT: constexpr,
+    DIM: constexpr, CHUNK: constexpr, COLUMNS: constexpr, STAGES: constexpr, PRECISION: constexpr,
 ) -> None:  # fmt: skip
     """Program (r, h, v): the chunks of row r and of the rows that continue it, for head h and COLUMNS values."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -273,11 +268,11 @@ def _scan(
             total = tl.load(sums + token.to(tl.int64) * HEADS + head, inside, 0.0)
             last = tl.min(total, 0)  # sums never grow
             rounded = state.to(dtype)
-            changes -= tl.dot(w_here, rounded, input_precision="ieee" if EXACT else None)
-            result = tl.dot(q, rounded, input_precision="ieee" if EXACT else None) * tl.exp(total)[:, None]
-            result = tl.dot(attended, changes.to(dtype), result, input_precision="ieee" if EXACT else None)
+            changes -= tl.dot(w_here, rounded, input_precision=PRECISION)
+            result = tl.dot(q, rounded, input_precision=PRECISION) * tl.exp(total)[:, None]
+            result = tl.dot(attended, changes.to(dtype), result, input_precision=PRECISION)
             left = (changes * tl.exp(last - total)[:, None]).to(dtype)
-            state = tl.dot(tl.trans(k), left, state * tl.exp(last), input_precision="ieee" if EXACT else None)
+            state = tl.dot(tl.trans(k), left, state * tl.exp(last), input_precision=PRECISION)
             tl.store(out + mine * DIM + column[None, :], result.to(out.dtype.element_ty), inside[:, None])
         tl.store(memory + tl.load(rows + row) * row_stride + place, state)
         row, start = row + 1, end
@@ -352,17 +347,17 @@ def _chunked(
 ) -> None:  # fmt: skip
     """Compute rows of prompts. Each row has at most one partial chunk."""
     num_tokens, num_heads, dim = o_THV.shape
-    num_rows, exact = rows.num_prefill_rows, mixed_TC.dtype == torch.float32
+    num_rows, precision = rows.num_prefill_rows, "ieee" if mixed_TC.dtype == torch.float32 else "tf32"
     num_chunks = num_tokens // DELTA_CHUNK + num_rows
     u_THV, w_THV = torch.empty_like(o_THV), torch.empty_like(o_THV)
     p_THC = mixed_TC.new_empty((num_tokens, num_heads, DELTA_CHUNK))
     sums_TH = heads.a_log_H.new_empty((num_tokens, num_heads))
     _prepare[(num_chunks, num_heads)](
         mixed_TC, heads.gates_TX, heads.a_log_H, heads.dt_bias_H, rows.starts_R1, u_THV, w_THV, p_THC, sums_TH, num_rows,
-        CHUNK=DELTA_CHUNK, SIZE=BLOCK, ROWS=_padded(num_rows), EXACT=exact, num_warps=tiles.prepare_warps, **sizes,
+        CHUNK=DELTA_CHUNK, SIZE=BLOCK, ROWS=_padded(num_rows), PRECISION=precision, num_warps=tiles.prepare_warps, **sizes,
     )  # fmt: skip
     columns = min(dim, tiles.scan_columns)
     _scan[(num_rows, num_heads, dim // columns)](
         mixed_TC, u_THV, w_THV, p_THC, sums_TH, memory, rows.rows_R, rows.starts_R1, *rows.origins, o_THV, num_rows, memory.stride(0),
-        CHUNK=DELTA_CHUNK, COLUMNS=columns, STAGES=tiles.scan_stages, EXACT=exact, num_warps=tiles.scan_warps, **sizes,
+        CHUNK=DELTA_CHUNK, COLUMNS=columns, STAGES=tiles.scan_stages, PRECISION=precision, num_warps=tiles.scan_warps, **sizes,
     )  # fmt: skip

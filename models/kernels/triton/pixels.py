@@ -56,13 +56,12 @@ def _resample_to_patches(
     x = ((block % blocks_per_row) * MERGE + corner % MERGE) * PATCH + within % PATCH
     channel = within // (PATCH * PATCH)
     if AXIS == 0:
-        tap = tl.load(first + y, mask, 0)
-        position = (tap.to(tl.int64) * width + x) * CHANNELS + channel
-        value = _weigh(source, position, width * CHANNELS, tap, height, weights, y, taps, BITS, mask)
+        row, step, old = y, width * CHANNELS, height
     else:
-        tap = tl.load(first + x, mask, 0)
-        position = (y * width + tap) * CHANNELS + channel
-        value = _weigh(source, position, CHANNELS, tap, width, weights, x, taps, BITS, mask)
+        row, step, old = x, CHANNELS, width
+    tap = tl.load(first + row, mask, 0)
+    position = (tap.to(tl.int64) * width + x) * CHANNELS + channel if AXIS == 0 else (y * width + tap) * CHANNELS + channel
+    value = _weigh(source, position, step, tap, old, weights, row, taps, BITS, mask)
     tl.store(target + n, (value - OFFSET).to(target.dtype.element_ty), mask)
 
 
