@@ -165,7 +165,9 @@ def _inverse(system: tensor, SIZE: constexpr) -> tensor:
 
 
 @triton.jit
-def _coupling(k: tensor, other: tensor, beta: tensor, sums: tensor, other_sums: tensor, DIAGONAL: constexpr, PRECISION: constexpr) -> tensor:
+def _coupling(
+    k: tensor, other: tensor, beta: tensor, sums: tensor, other_sums: tensor, DIAGONAL: constexpr, PRECISION: constexpr
+) -> tensor:
     """Compute a block of L."""
     products = tl.dot(k, tl.trans(other), input_precision=PRECISION)
     exponent = sums[:, None] - other_sums[None, :]
