@@ -1,5 +1,5 @@
 # For NVIDIA GPUs. `docker build .` makes the image of the portable backend: any card from compute capability 8.0 on, no CUDA compiler.
-# `docker build --target hopper .` also has the Hopper kernels, compiled here for every published head size; the build needs no GPU.
+# `docker build --target hopper .` also has the Hopper kernels, compiled into the package for every published head size; the build needs no GPU.
 # The steps are those of deploy/install.sh, which CI runs without a container. Dependencies have a layer of their own before the engine's
 # wheel, so that a change of the sources neither installs nor pushes them again.
 
@@ -24,15 +24,11 @@ RUN --mount=type=bind,source=pyproject.toml,target=/tmp/src/pyproject.toml \
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/tmp/wheels \
     --mount=type=bind,source=deploy/install.sh,target=/tmp/src/deploy/install.sh \
     /tmp/src/deploy/install.sh engine /opt/engine /tmp/wheels
-# FlashInfer stores compiled kernels in a folder named after the architectures. Without a GPU they must be named here, or the kernels are
-# not found later. Its recipe names the compiler: with another one at run time, such as that of the wheels, all would be compiled again.
-ENV FLASHINFER_WORKSPACE_BASE=/opt/engine/kernels FLASHINFER_CUDA_ARCH_LIST=9.0a HF_HOME=/cache TRITON_CACHE_DIR=/cache/triton \
-    CUDA_HOME=/usr/local/cuda PATH=/opt/engine/bin:$PATH
+# Kernels that are not in the package are compiled at run time, in /cache.
+ENV FLASHINFER_WORKSPACE_BASE=/cache HF_HOME=/cache TRITON_CACHE_DIR=/cache/triton PATH=/opt/engine/bin:$PATH
 WORKDIR /home/engine
-# The host provides the driver; its stub is enough to load the compiled kernels.
-RUN mkdir /tmp/stubs && ln -s /usr/local/cuda/lib64/stubs/libcuda.so /tmp/stubs/libcuda.so.1 \
-    && LD_LIBRARY_PATH=/tmp/stubs python -c "from models.kernels.hopper.compile import load_kernels as k; k(128, 72); k(128, 64)" \
-    && rm -r /tmp/stubs && mkdir -p /cache && chown -R engine /cache /opt/engine/kernels
+RUN FLASHINFER_WORKSPACE_BASE=/tmp/kernels python -m models.kernels.hopper.build \
+    && rm -r /tmp/kernels /root/.cache && mkdir -p /cache && chown engine /cache
 COPY deploy/healthcheck.py deploy/drain.py /opt/engine/deploy/
 USER 10001
 VOLUME /cache

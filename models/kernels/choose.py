@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from models.kernels.heads import Heads, portable_lack
-from models.kernels.hopper.toolkit import has_compiler
+from models.kernels.hopper.toolkit import find_nvcc
 
 BackendName = Literal["hopper", "portable", "torch"]
 DeviceName = Literal["cuda", "cpu"]
@@ -135,7 +135,7 @@ def _lack_of(backend: str, gpus: list[Gpu]) -> str:
         return "needs a C compiler and Python's headers for Triton (packages gcc and python3-dev)"
     if backend == "hopper" and find_spec("flashinfer") is None:
         return 'needs the package flashinfer-python: pip install -e ".[cuda]"'
-    if backend == "hopper" and not has_compiler():
+    if backend == "hopper" and find_nvcc() is None:
         return "needs CUDA's compiler, which the extra [cuda] brings"
     if backend == "hopper" and not (shutil.which("c++") or shutil.which("g++")):
         return "needs a C++ compiler (package g++)"

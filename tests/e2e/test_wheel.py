@@ -16,7 +16,8 @@ from tests.unit.engine.test_children import DECOY, NAMES
 
 pytestmark = pytest.mark.packaging
 
-BUILD = "from setuptools import build_meta as b; print(b.build_wheel('dist'))"
+PLATFORM, KERNEL = "manylinux_2_35_x86_64", "few_rows.key.so"
+BUILD = f"from setuptools import build_meta as b; print(b.build_wheel('dist', {{'--build-option': '--plat-name={PLATFORM}'}}))"
 SHIPPED = ("engine", "server", "models", "bench", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 
 
@@ -26,15 +27,20 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in SHIPPED:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tree / name)
+    built = tree / "models/kernels/hopper/built"
+    shutil.rmtree(built, ignore_errors=True)
+    built.mkdir()
+    (built / KERNEL).write_bytes(b"")
     subprocess.run([sys.executable, "-c", BUILD], cwd=tree, check=True, capture_output=True)
-    wheel = next((tree / "dist").glob("*.whl"))
+    wheel = next((tree / "dist").glob(f"*-py3-none-{PLATFORM}.whl"))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", target, wheel]
     subprocess.run(pip, check=True, capture_output=True)
     return target
 
 
 def test_the_installed_command_serves_the_demo(installed: Path, tmp_path: Path) -> None:
-    for needed in ("models/kernels/hopper/flash_decoding.cu", "models/kernels/hopper/hopper_attention.cuh", "bench/load.py"):
+    hopper = [f"models/kernels/hopper/{name}" for name in ("flash_decoding.cu", "hopper_attention.cuh", f"built/{KERNEL}")]
+    for needed in (*hopper, "bench/load.py"):
         assert (installed / needed).exists(), needed
     assert not [name for name in ("tests", "docs", "deploy", "bench/results", "bench/demo_training") if (installed / name).exists()]
     for name in NAMES:

@@ -26,7 +26,7 @@ from engine.wire.config import VERSION
 from engine.wire.messages import ErrorInfo
 from engine.wire.stats import EngineStats, Stages
 from models.kernels.heads import Heads
-from models.kernels.hopper import compile
+from models.kernels.hopper import build, compile
 from models.scaffold import SHAPES
 from server.api.chat.status import StatusRoutes
 from server.api.http.metrics import Metrics
@@ -75,18 +75,15 @@ def test_manifests_are_valid() -> None:
         kubernetes_validate.validate(load(path), "1.34", strict=True)
 
 
-def test_kernels_are_compiled_for_where_they_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Hopper image is built with the kernels of its first start, and no others; Qwen3.5 needs those of its tower alone."""
+def test_image_and_wheel_have_the_kernels_of_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the kernels of the first start, and of a float8 cache; Qwen3.5 needs those of its tower alone."""
     pytest.importorskip("triton")  # imported with the backend
     from models.kernels.hopper.backend import HopperBackend
 
     hopper, portable = images("Dockerfile")
-    assert "FLASHINFER_CUDA_ARCH_LIST=9.0a" in hopper and "load_kernels" in hopper
-    built = set()
-    needed = set()
-    monkeypatch.setattr(compile, "load_kernel", lambda *kernel: built.add(kernel))
-    for text, vision in re.findall(r"k\((\d+), (\d+)\)", hopper):
-        compile.load_kernels(int(text), int(vision))
+    assert "models.kernels.hopper.build" in hopper and "models.kernels.hopper.build" not in portable
+    built = {kernel for heads in build.HEADS for kernel in compile.kernels_of(*heads)}
+    needed: set[tuple[str, int]] = set()
     monkeypatch.setattr(compile, "load_kernel", lambda *kernel: needed.add(kernel))
     backend = HopperBackend.__new__(HopperBackend)
     monkeypatch.setattr(HopperBackend.__base__, "load", lambda *_: None)  # the check of compiled kernels
@@ -94,7 +91,7 @@ def test_kernels_are_compiled_for_where_they_are_looked_for(monkeypatch: pytest.
         heads = Heads(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim)
         HopperBackend.load(backend, heads, shape.vision_hidden // shape.vision_heads)
     assert built == needed
-    assert "-runtime-" in portable.split("\n")[0] and "load_kernels" not in portable
+    assert "-runtime-" in portable.split("\n")[0]
 
 
 def test_manifests_fit_together() -> None:

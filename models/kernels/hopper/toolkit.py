@@ -8,6 +8,7 @@ Wheels lack names that a linker needs, so FlashInfer gets a folder of links:
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 from importlib.util import find_spec
@@ -25,8 +26,17 @@ def wheel_home() -> Path | None:
     return next((home for path in paths if (home := Path(path, "cu13")).joinpath("bin", "nvcc").is_file()), None)
 
 
-def has_compiler() -> bool:
-    return wheel_home() is not None or shutil.which("nvcc") is not None or NVCC.exists()
+def find_nvcc() -> Path | None:
+    """Return the path of the compiler."""
+    wheels, found = wheel_home(), Path(shutil.which("nvcc") or NVCC)
+    return wheels / "bin/nvcc" if wheels else found if found.exists() else None
+
+
+def nvcc_release() -> str:
+    """Return the compiler's release such as "13_0"; "none" without one."""
+    nvcc = find_nvcc()
+    text = "" if nvcc is None else subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    return next(iter(re.findall(r"release ([\d.]+)", text)), "none").replace(".", "_")
 
 
 def cuda_home(cache: Path = CACHE) -> Path | None:

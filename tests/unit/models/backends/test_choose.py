@@ -1,5 +1,7 @@
 """Which backend a machine gets, told from what its driver would say and what would be installed."""
 
+from pathlib import Path
+
 import pytest
 
 from models.kernels import choose as module
@@ -18,7 +20,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(module, "find_spec", lambda name: object() if name in there else None)
     monkeypatch.setattr(module.shutil, "which", lambda name: name if name in there else None)
     monkeypatch.setattr(module, "_torch_has_cuda", lambda: "cuda torch" in there)
-    monkeypatch.setattr(module, "has_compiler", lambda: "nvcc" in there)
+    monkeypatch.setattr(module, "find_nvcc", lambda: Path("nvcc") if "nvcc" in there else None)
     return there
 
 
