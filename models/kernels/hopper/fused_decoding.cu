@@ -46,11 +46,6 @@ struct alignas(16) Shared {
   static size_t num_bytes(int warps, int group) { return sizeof(Shared) + sizeof(float) * warps * group * kPartStride; }
 };
 
-// Bypasses L1: another kernel wrote it.
-DEVICE uint4 load(BFloat16 const* from) { return __ldcg(reinterpret_cast<uint4 const*>(from)); }
-
-DEVICE uint32_t load_pair(BFloat16 const* from) { return __ldcg(reinterpret_cast<uint32_t const*>(from)); }
-
 DEVICE uint4 load_shared(BFloat16 const* from) {
   uint4 x;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

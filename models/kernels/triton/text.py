@@ -1,6 +1,7 @@
 """Memory-bound Triton kernels of the decoder."""
 
 import math
+from typing import TypeVar
 
 import torch
 import triton
@@ -173,50 +174,49 @@ def _gate(x: tensor, gate: tensor, stride: tensor, WIDTH: constexpr, GROUP: cons
     tl.store(x + token * WIDTH + column, value.to(x.dtype.element_ty), inside)
 
 
-Target = tuple[torch.Tensor, torch.Tensor | None]  # values and, of float8, scales
+Out = TypeVar("Out", torch.Tensor, GroupScaled)
+
+
+def _parts(out: torch.Tensor | GroupScaled) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Return values, scales, and whether there are scales."""
+    return (out.padded, out.scales, True) if isinstance(out, GroupScaled) else (out, out, False)
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None = None) -> torch.Tensor:
-    return _launch_norm(x_TD, weight_D, eps, addends_STD, (torch.empty_like(x_TD), None))
+    return _launch_norm(x_TD, weight_D, eps, addends_STD, torch.empty_like(x_TD))
 
 
 def rms_norm_quantized(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None) -> GroupScaled:
-    out = GroupScaled.empty(len(x_TD), x_TD.shape[1], x_TD.device)
-    _launch_norm(x_TD, weight_D, eps, addends_STD, (out.padded, out.scales))
-    return out
+    return _launch_norm(x_TD, weight_D, eps, addends_STD, GroupScaled.empty(len(x_TD), x_TD.shape[1], x_TD.device))
 
 
-def _launch_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None, out: Target) -> torch.Tensor:
+def _launch_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None, out: Out) -> Out:
     num_addends, addends = (0, x_TD) if addends_STD is None else (len(addends_STD), addends_STD)
     assert x_TD.is_contiguous() and addends.is_contiguous() and addends.shape[-2:] == x_TD.shape
-    (num_tokens, width), (values, scales) = x_TD.shape, out
+    (num_tokens, width), (values, scales, is_scaled) = x_TD.shape, _parts(out)
     if num_tokens:
         _rms_norm[(num_tokens,)](
-            x_TD, weight_D, addends, values, x_TD if scales is None else scales, eps, x_TD.numel(), len(values),
-            ADDENDS=num_addends, SCALED=scales is not None, WIDTH=width, BLOCK=power_of_2(width),
-            num_warps=NORM_WARPS,
+            x_TD, weight_D, addends, values, scales, eps, x_TD.numel(), len(values),
+            ADDENDS=num_addends, SCALED=is_scaled, WIDTH=width, BLOCK=power_of_2(width), num_warps=NORM_WARPS,
         )  # fmt: skip
-    return values
+    return out
 
 
 def swiglu(gate_up_TX: torch.Tensor) -> torch.Tensor:
-    return _launch_swiglu(gate_up_TX, (gate_up_TX.new_empty((len(gate_up_TX), gate_up_TX.shape[1] // 2)), None))
+    return _launch_swiglu(gate_up_TX, gate_up_TX.new_empty((len(gate_up_TX), gate_up_TX.shape[1] // 2)))
 
 
 def swiglu_quantized(gate_up_TX: torch.Tensor) -> GroupScaled:
-    out = GroupScaled.empty(len(gate_up_TX), gate_up_TX.shape[1] // 2, gate_up_TX.device)
-    _launch_swiglu(gate_up_TX, (out.padded, out.scales))
-    return out
+    return _launch_swiglu(gate_up_TX, GroupScaled.empty(len(gate_up_TX), gate_up_TX.shape[1] // 2, gate_up_TX.device))
 
 
-def _launch_swiglu(gate_up_TX: torch.Tensor, out: Target) -> torch.Tensor:
+def _launch_swiglu(gate_up_TX: torch.Tensor, out: Out) -> Out:
     assert gate_up_TX.is_contiguous()
-    values, scales = out
-    _swiglu[(len(gate_up_TX) * cdiv(values.shape[1], SWIGLU_BLOCK),)](
-        gate_up_TX, values, gate_up_TX if scales is None else scales, len(values),
-        SCALED=scales is not None, WIDTH=values.shape[1], BLOCK=SWIGLU_BLOCK,
-    )  # fmt: skip
-    return values
+    (values, scales, is_scaled), width = _parts(out), gate_up_TX.shape[1] // 2
+    _swiglu[(len(gate_up_TX) * cdiv(width, SWIGLU_BLOCK),)](
+        gate_up_TX, values, scales, len(values), SCALED=is_scaled, WIDTH=width, BLOCK=SWIGLU_BLOCK
+    )
+    return out
 
 
 def gate(x_TX: torch.Tensor, gate_TG: torch.Tensor) -> None:
@@ -233,10 +233,7 @@ def quantized(x_TD: torch.Tensor) -> GroupScaled:
     assert x_TD.is_contiguous()
     num_tokens, width = x_TD.shape
     out = GroupScaled.empty(num_tokens, width, x_TD.device)
-    _quantize[(num_tokens,)](
-        x_TD, out.padded, out.scales, len(out.padded),
-        WIDTH=width, BLOCK=power_of_2(width), num_warps=NORM_WARPS,
-    )  # fmt: skip
+    _quantize[(num_tokens,)](x_TD, out.padded, out.scales, len(out.padded), WIDTH=width, BLOCK=power_of_2(width), num_warps=NORM_WARPS)
     return out
 
 
