@@ -130,19 +130,18 @@ def attention_cases(text: TextConfig, backend: Backend) -> Iterator[Case]:
     for new, decodes in MIXED:
         yield case(prefill, [new, *[1] * len(decodes)], [new + 600, *decodes])
     for lengths in DECODES:
-        yield case(captured(backend, pools, text, 0, len(lengths)), [1] * len(lengths), lengths)
+        yield case(captured(backend, pools, text, len(lengths)), [1] * len(lengths), lengths)
     for rows, new in product((1, 16), (1, 2, 4, 8)):  # rows that verify drafts take up to 1.25 times the time of one token
-        yield case(captured(backend, pools, text, 0, new * rows), [new] * rows, [1024] * rows)
+        yield case(captured(backend, pools, text, new * rows), [new] * rows, [1024] * rows)
     for new in (9, 64):
-        yield case(captured(backend, pools, text, new, 0), [new], [28_000])
+        yield case(prefill, [new], [28_000])
 
 
-def captured(backend: Backend, pools: list[KVPool], text: TextConfig, num_tokens: int, num_decodes: int) -> AttentionBackend:
+def captured(backend: Backend, pools: list[KVPool], text: TextConfig, num_decodes: int) -> AttentionBackend:
     """Return attention as in a CUDA graph, but never the single-token kernel, which also computes the heads."""
-    num_decodes = 0 if num_tokens else max(2, num_decodes)
-    make = backend.fixed_attention(pools, text.num_heads, 1, max(num_decodes, 1), POOL_BLOCKS)
+    make = backend.fixed_attention(pools, text.num_heads, max(2, num_decodes), POOL_BLOCKS)
     assert make is not None
-    return make(num_tokens, num_decodes, min(num_tokens, 1))
+    return make(max(2, num_decodes))
 
 
 def attention(text: TextConfig, device: torch.device, backend: AttentionBackend, new: list[int], lengths: list[int]) -> Case:

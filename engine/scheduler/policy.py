@@ -310,11 +310,10 @@ def prefill_budget(state: State, num_decodes: int, num_lacking: int) -> int:
     sizes = limits.step_sizes
     startable = islice(state.waiting, len(state.free_rows))
     lacking = num_lacking + sum(request.num_tokens for request in startable)
-    rows = sizes.padded_decodes(num_decodes)
-    usual = min(limits.mixed_step_tokens, sizes.smallest_step(rows + lacking // FEW_STEPS))
-    size = max(usual, sizes.largest_step(rows + lacking // MANY_STEPS))
-    chunk = max(size - rows, size // 2, 1)
-    return min(chunk, limits.max_num_mixed_tokens or sizes.max_prefill(rows), limits.max_num_batched_tokens - num_decodes)
+    usual = min(limits.mixed_step_tokens, sizes.smallest_step(num_decodes + lacking // FEW_STEPS))
+    size = max(usual, sizes.largest_step(num_decodes + lacking // MANY_STEPS))
+    chunk = max(size - num_decodes, size // 2, 1)
+    return min(chunk, limits.max_num_mixed_tokens or sizes.max_mixed_prefill, limits.max_num_batched_tokens - num_decodes)
 
 
 def _encoder_cost(request: Request, span: ImageSpan) -> int:

@@ -73,10 +73,10 @@ def num_values(model: ModelConfig, of_tower: bool) -> int:
     return sum(math.prod(shape) for path, shape in targets(model).items() if path.startswith(TOWER) == of_tower)
 
 
-def layer_parameters(model: ModelConfig, num_experts: int | None = None) -> int:
-    """Mean parameters of a layer's matrices without routers, with the experts of a token, or `num_experts`."""
+def layer_parameters(model: ModelConfig) -> int:
+    """Mean parameters of a layer's matrices without routers."""
     text, moe = model.text, model.text.moe
-    inner = 0 if moe is None else ((num_experts or moe.num_experts_per_tok) + moe.has_shared) * moe.intermediate_size
+    inner = 0 if moe is None else (moe.num_experts + moe.has_shared) * moe.intermediate_size
     return num_values(model, of_tower=False) // text.num_layers + 3 * text.hidden_size * inner
 
 
@@ -93,7 +93,7 @@ def read_model(config: EngineConfig, folder: Path, draft_folder: str) -> ModelCo
 def weight_bytes(model: ModelConfig, tp: int, format: Format) -> int:
     """Estimate the bytes of weights on each of `tp` GPUs: the large matrices, and the head of --draft with its output matrix in float8."""
     text, head, whole = model.text, model.text.eagle3, num_values(model, of_tower=True)
-    table, layer = text.vocab_size * text.hidden_size, layer_parameters(model, None if text.moe is None else text.moe.num_experts)
+    table, layer = text.vocab_size * text.hidden_size, layer_parameters(model)
     split = (text.num_layers + bool(text.head_path)) * layer * entry_of(format).value_bytes
     split += (1 if model.tie_word_embeddings else 2) * table * VALUE_BYTES + (table if text.head_path else 0)
     if head is not None:
@@ -146,34 +146,24 @@ def max_samples(config: EngineConfig, sizes: StepSizes) -> int:
 
 def max_hidden(config: EngineConfig, sizes: StepSizes) -> int:
     """Padded tokens of a step that the model's head reads."""
-    return config.max_num_batched_tokens + 2 * max_samples(config, sizes) + sizes.large_step
+    return max(config.max_num_batched_tokens, max_samples(config, sizes) + sizes.large_step)
 
 
 def sizes_for(config: EngineConfig, model: ModelConfig, sizes: StepSizes) -> StepSizes:
-    text = model.text
-    if config.enforce_eager:
-        sizes = msgspec.structs.replace(sizes, largest_chunk=0)
-    return sizes.for_layers(
-        num_parameters=layer_parameters(model) // config.tp,
-        max_tokens=config.max_num_batched_tokens,
-        is_sparse=text.moe is not None,
-        is_float8=decoder_format(config, text) == "float8",
-        has_states=text.delta is not None,
-    )
+    is_sparse = model.text.moe is not None and decoder_format(config, model.text) != "float8"
+    return msgspec.structs.replace(sizes, usual=sizes.usual_sparse) if is_sparse else sizes
 
 
 def step_graph_bytes(model: ModelConfig, sizes: StepSizes, config: EngineConfig, step: int) -> int:
-    """Bytes of launches, shared inputs and logits, and the largest activations; `step`: those of `max_num_batched_tokens`."""
+    """Bytes of launches, shared logits, and the largest activations; `step`: those of `max_num_batched_tokens`."""
     if config.enforce_eager or not sizes.decodes:
         return 0
-    chunks, decodes = sizes.chunks_by_rows(config.max_num_seqs), sizes.up_to(sizes.decodes, max_samples(config, sizes))
-    num_graphs = (len(decodes) + sum(map(len, chunks.values()))) * (1 + (config.num_adapter_slots > 0))
+    decodes = sizes.graph_sizes(max_samples(config, sizes))
+    num_graphs = len(decodes) * (1 + (config.num_adapter_slots > 0))
     num_graphs += MAX_HEAD_DRAFTS * sum(size <= HEAD_GRAPH_TOKENS for size in decodes) * model.text.has_head
-    tokens = max((rows + each[-1] for rows, each in chunks.items()), default=0)
-    logits = 2 * 4 * (max([*chunks, decodes[-1]]) + sizes.large_step) * model.text.vocab_size  # shared, and of the largest
-    embeddings = model.num_visual_levels * tokens * model.text.hidden_size * VALUE_BYTES
+    logits = 2 * 4 * decodes[-1] * model.text.vocab_size  # shared, and of the largest
     fixed = WORKSPACE_BYTES + dequantized_bytes(config, model.text)
-    return num_graphs * GRAPH_BYTES + logits + embeddings + fixed + max(0, step - fixed) * tokens // config.max_num_batched_tokens
+    return num_graphs * GRAPH_BYTES + logits + fixed + max(0, step - fixed) * decodes[-1] // config.max_num_batched_tokens
 
 
 def plan_memory(config: EngineConfig, model: ModelConfig, spec: CacheSpec, sizes: StepSizes, used: Used, free: int) -> Plan:

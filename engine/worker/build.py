@@ -25,7 +25,7 @@ from engine.wire.memory import Plan, check_plan, decoder_format, max_hidden, max
 from engine.wire.messages import MAX_PROPOSED, PROCESSOR_ARENA, Prefetch, WorkerReady
 from engine.wire.updates import Order
 from engine.worker.adapters import WorkerAdapters
-from engine.worker.graphs import MAX_PREFILL_ROWS, StepGraphs
+from engine.worker.graphs import StepGraphs
 from engine.worker.head import make_head
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
@@ -36,6 +36,7 @@ from engine.worker.sampling.sampler import Sampler
 from engine.worker.sampling.samples import BYTES_PER_SAMPLE
 from engine.worker.staging import Staging
 from engine.worker.updates import UpdateWorker
+from engine.worker.warm_up import warm_up_steps
 from models.cache.states import RowStates, Snapshots
 from models.checkpoint.load import init_dummy_weights, load_cache_scales, load_eagle3, load_weights
 from models.config.formats import Format, entry_of, final_format
@@ -114,6 +115,9 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
         head=make_head(model, attention, rows, staged, graphs) if text.has_head else None,
         adapters=loaded.adapters,
     )
+    if device.type == "cuda":
+        longest = min(child.runtime.max_model_len, config.max_num_batched_tokens)
+        warm_up_steps(runner, [size for size in step_sizes.mixed if size <= longest])
     ready = WorkerReady(
         rank=rank,
         num_blocks=memory.num_blocks,
@@ -286,8 +290,9 @@ def make_graphs(
     model: LanguageModel, backend: Backend, pools: list[KVPool], rows: Rows, sizes: StepSizes, config: EngineConfig, max_blocks: int
 ) -> StepGraphs | None:
     num_heads, num_samples = model.config.text.num_heads // model.tp.size, max_samples(config, sizes)
-    most = MAX_PREFILL_ROWS + 1, num_samples + sizes.large_step
-    make_attention = backend.fixed_attention(pools, num_heads, *most, max_blocks, model.config.text.has_fusable_heads)
+    make_attention = backend.fixed_attention(
+        pools, num_heads, num_samples + sizes.large_step, max_blocks, model.config.text.has_fusable_heads
+    )
     if make_attention is None:
         return None
     return StepGraphs(
@@ -295,7 +300,6 @@ def make_graphs(
         make_attention=make_attention,
         rows=rows,
         sizes=sizes,
-        max_num_seqs=config.max_num_seqs,
         max_samples=num_samples,
         has_adapters=config.num_adapter_slots > 0,
     )

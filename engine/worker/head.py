@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from engine.wire.config import HEAD_GRAPH_TOKENS, MAX_HEAD_DRAFTS
-from engine.worker.graphs import PAGE_BYTES, SLACK, Replay, Shape, StepGraphs, pad_layout, round_up
+from engine.worker.graphs import PAGE_BYTES, SLACK, Replay, StepGraphs, pad_layout, round_up
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.samples import HostSamples, Int64s
 from engine.worker.staging import Staging, staged_bytes
@@ -40,7 +40,7 @@ class HeadGraphs:
     def __init__(self, model: LanguageModel, graphs: StepGraphs, rows: Rows) -> None:
         assert model.predictor is not None and rows.hidden_TX is not None
         self._model, self._predictor, self._of, self._rows, self._hidden_TX = model, model.predictor, graphs, rows, rows.hidden_TX
-        self._sizes = [size for size in graphs.decode_sizes if 1 < size <= HEAD_GRAPH_TOKENS]
+        self._sizes = [size for size in graphs.sizes if 1 < size <= HEAD_GRAPH_TOKENS]
         most = self._sizes[-1] if self._sizes else 0
         self._tokens = torch.zeros(most, dtype=torch.int64, device=model.device)  # inputs of a pass, then its drafts
         self._hidden = torch.zeros((most, model.config.text.hidden_size), dtype=model.dtype, device=model.device)
@@ -53,7 +53,7 @@ class HeadGraphs:
         """Capture every pass, the largest first."""
         empty = np.zeros((3, 0), dtype=np.int64), HostStep.empty().attention
         for size in self._sizes[::-1]:
-            attentions = [self._of.make_attention(0, size, 0) for _ in range(MAX_HEAD_DRAFTS)]
+            attentions = [self._of.make_attention(size) for _ in range(MAX_HEAD_DRAFTS)]
             if not self._graphs:
                 fixed = staged_bytes(MAX_HEAD_DRAFTS * self._fixed_arrays(size, attentions[0], empty))
                 self._staging = Staging(fixed + PAGE_BYTES * attentions[0].max_pages + SLACK, self._model.device, self._rows.transfers)
@@ -88,7 +88,7 @@ class HeadGraphs:
         self._staging.begin()
         arrays = [self._fixed_arrays(size, *each) for each in zip(attentions, whole, strict=True)]
         inputs, pages = [[self._staging.put(array) for array in each] for each in arrays], self._staging.rest(torch.int32)
-        self._staging.put(pad_layout(last, Shape(0, size), self._rows).pages.numpy())
+        self._staging.put(pad_layout(last, size, self._rows).pages.numpy())
         self._staging.copy()
         return inputs, pages
 
@@ -97,7 +97,7 @@ class HeadGraphs:
         positions_3T, slots_T = np.zeros((3, size), dtype=np.int64), np.full(size, self._rows.scratch_slot, dtype=np.int64)
         count = positions.shape[1]
         positions_3T[:, :count], slots_T[:count] = positions, layout.slot_mapping_T.numpy()
-        return [positions_3T, slots_T, *attention.plan_arrays(pad_layout(layout, Shape(0, size), self._rows))]
+        return [positions_3T, slots_T, *attention.plan_arrays(pad_layout(layout, size, self._rows))]
 
     def _forward(self, is_later: bool, positions_3T: torch.Tensor, slots_T: torch.Tensor, attention: PagedAttention) -> torch.Tensor:
         size, hidden_TX = len(slots_T), self._hidden if is_later else self._hidden_TX
@@ -134,7 +134,7 @@ class DraftHead:
             found_SD = self._predictor.predict(self._predictor.embed(index), hidden_TX[:count], tokens, self._attention, index)
             self._predictor.top_tokens(found_SD)
 
-    def run(self, step: HostStep, indices_T: Int64s, tokens_S: torch.Tensor, rows_S: torch.Tensor, count: int) -> torch.Tensor:
+    def run(self, step: HostStep, tokens_S: torch.Tensor, rows_S: torch.Tensor, count: int) -> torch.Tensor:
         """See `Head`. A chunk that ends before an image is followed by its placeholder."""
         later = [self._after(step.samples, distance) for distance in range(1, count if len(step.logits_indices) else 0)]
         is_last_S = rows_S != self._rows.scratch_row
@@ -142,7 +142,7 @@ class DraftHead:
             return self._graphs.run([(step.positions, step.attention), *later], tokens_S, is_last_S)
         put = self._staging.put
         self._staging.begin()
-        next_T, hidden_T, sampled_S = put(self._next_ids(step)), put(indices_T), put(step.logits_indices)
+        next_T, sampled_S = put(self._next_ids(step)), put(step.logits_indices)
         passes = [(put(step.positions), self._staged(step.attention))]
         passes += [(put(positions), self._staged(layout)) for positions, layout in later]
         self._staging.copy()
@@ -154,7 +154,7 @@ class DraftHead:
             embedded_TD[item.start : item.start + len(rest_ND)] = rest_ND
             if item.start not in starts:
                 embedded_TD[item.start - 1] = item.embedding[0, item.offset]
-        hidden_TX, wanted_S = self._hidden_TX[hidden_T], sampled_S if count else sampled_S[:0]
+        hidden_TX, wanted_S = self._hidden_TX[: step.positions.shape[1]], sampled_S if count else sampled_S[:0]
         head_drafts: list[torch.Tensor] = []
         for positions_3T, layout in passes:
             slots_T = layout.slot_mapping_T

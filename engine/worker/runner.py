@@ -18,7 +18,7 @@ from engine.worker.images import Encoded, ImageCache
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.reports import NOTHING_READ, Readings
 from engine.worker.sampling.sampler import Sampled, Sampler
-from engine.worker.sampling.samples import HostSamples, Int64s, Samples
+from engine.worker.sampling.samples import HostSamples, Samples
 from engine.worker.staging import Staging
 from engine.worker.stopwatch import Stopwatch
 from models.decoders.contract import LanguageModel
@@ -75,9 +75,8 @@ class LaunchedStep:
 
 
 class Head(Protocol):
-    def run(self, step: HostStep, indices_T: Int64s, tokens_S: torch.Tensor, rows_S: torch.Tensor, count: int) -> torch.Tensor:
-        """Return (S, count) tokens after each sample. The step's hidden states are at `indices_T` of `Rows.hidden_TX`; `rows_S`: see
-        `Rows.deliver`."""
+    def run(self, step: HostStep, tokens_S: torch.Tensor, rows_S: torch.Tensor, count: int) -> torch.Tensor:
+        """Return (S, count) tokens after each sample. The step's hidden states are in `Rows.hidden_TX`; `rows_S`: see `Rows.deliver`."""
 
 
 @dataclass(eq=False, repr=False)
@@ -169,10 +168,7 @@ class Runner:
     def _propose(self, step: HostStep, tokens_S: torch.Tensor, rows_S: torch.Tensor, count: int) -> None:
         if self.head is None:
             return
-        indices_T = np.arange(step.positions.shape[1])
-        if self.graphs is not None and self.graphs.fits(step):
-            indices_T = self.graphs.indices_of(step)
-        self.rows.propose(self.head.run(step, indices_T, tokens_S, rows_S, count), rows_S, step.samples)
+        self.rows.propose(self.head.run(step, tokens_S, rows_S, count), rows_S, step.samples)
 
     def _forward(self, step: HostStep) -> tuple[torch.Tensor, Samples, Readings]:
         if self.graphs is not None and self.graphs.fits(step):

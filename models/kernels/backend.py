@@ -41,11 +41,10 @@ class Backend(Protocol):
         """Return attention for any mix of rows; `num_heads` are this rank's query heads. ValueError for unknown shapes."""
 
     def fixed_attention(
-        self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int, is_fusable: bool = True
+        self, pools: Sequence[KVPool], num_heads: int, max_rows: int, max_blocks: int, is_fusable: bool = True
     ) -> MakeFixed | None:
-        """Return a factory by (prompt tokens, decode rows, prompt rows) for CUDA graphs on one stream; None without graphs.
-        `max_blocks` bounds the pages of one row; `is_fusable`: see
-        `TextConfig.has_fusable_heads`."""
+        """Return a factory by the number of decode rows, of one token each or fewer of several, for CUDA graphs on one stream; None
+        without graphs. `max_blocks` bounds the pages of one row; `is_fusable`: see `TextConfig.has_fusable_heads`."""
 
     def varlen_attention(self, num_heads: int, head_dim: int) -> VarlenAttention:
         """Return the attention of the vision tower."""

@@ -88,7 +88,8 @@ static int read_memset(Captured *all, Launch *launch, CUgraphNode node) {
     return 0;
 }
 
-// Reads the graph. Its nodes must be kernels and one-dimensional memsets in the order of their dependencies; this is how they are captured.
+// Reads the graph after its first node, which only shows whether the second one may overlap with what precedes it. Nodes must be kernels and
+// one-dimensional memsets in the order of their dependencies; this is how they are captured.
 int captured_read(CUgraph graph, CUstream stream, Captured *all) {
     static CUgraphNode nodes[MAX_LAUNCHES], sources[MAX_EDGES], targets[MAX_EDGES];
     static CUgraphEdgeData data[MAX_EDGES];
@@ -99,7 +100,7 @@ int captured_read(CUgraph graph, CUstream stream, Captured *all) {
     CHECK(cuGraphGetNodes(graph, nodes, &num_nodes));
     CHECK(cuGraphGetEdges_v2(graph, sources, targets, data, &num_edges));
     all->num_words = all->num_launches = all->num_offsets = 0;
-    for (size_t i = 0; i < num_nodes; i++) {
+    for (size_t i = 1; i < num_nodes; i++) {
         int num_before = 0, overlaps = 0;
         for (size_t e = 0; e < num_edges; e++) {
             if (targets[e] != nodes[i]) continue;

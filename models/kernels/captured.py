@@ -78,8 +78,10 @@ def capture(call: Callable[[], object]) -> "Captured":
     """Capture the launches of `call` on the current stream without executing them. Unsupported if they cannot be repeated; nothing was
     executed then, either."""
     cuda, stream, graph = ctypes.PyDLL("libcuda.so.1"), torch.cuda.current_stream().cuda_stream, ctypes.c_void_p()
+    first = one_value()
     check(cuda.cuStreamBeginCapture_v2(ctypes.c_void_p(stream), RELAXED))
     try:
+        first.add_(1)  # a kernel before the others, which is not repeated
         call()
     finally:
         error = cuda.cuStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(graph))
@@ -88,6 +90,11 @@ def capture(call: Callable[[], object]) -> "Captured":
         return Captured(graph, stream)
     finally:
         cuda.cuGraphDestroy(graph)
+
+
+@cache
+def one_value() -> torch.Tensor:
+    return torch.zeros(1, device="cuda")
 
 
 def check(error: int) -> None:

@@ -104,7 +104,7 @@ class EagerAttention:
         return self._planned.run(layer, q_THK)
 
 
-MakeFixed = Callable[[int, int, int], PagedAttention]  # by prompt tokens, decode rows, and rows of the prompt tokens
+MakeFixed = Callable[[int], PagedAttention]  # by decode rows
 
 
 def allocate_pools(group: PagedGroup, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device) -> list[KVPool]:

@@ -20,7 +20,7 @@ from models.kernels.reference.attention import TorchAttention
 from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
 from tests.gpu.generated import fill_generated, reference_logits
-from tests.gpu.test_model_parity import PROMPTS, TOLERANCE, graph_logits, whole
+from tests.gpu.test_model_parity import PROMPTS, TOLERANCE, check_repeated_layers, graph_logits, whole
 from tests.gpu.test_moe import median
 from tests.unit.models.backends.hopper.attention_step import Step
 from tests.unit.models.harness import Prompt, relative
@@ -78,3 +78,8 @@ def test_logits_equal_transformers(model: tuple[Qwen3VL, Path], backend: Backend
 def test_graphs_equal_transformers(model: tuple[Qwen3VL, Path], backend: Backend, expected: Expected, decodes: tuple[int, ...]) -> None:
     (found, ends), (reference, limit) = graph_logits(model[0], backend, decodes), expected["text"]
     assert median(found, reference[ends]) < limit
+
+
+@pytest.mark.parametrize("num_tokens", [14, 100, 700])
+def test_repeated_layers_compute_the_same(model: tuple[Qwen3VL, Path], backend: Backend, num_tokens: int) -> None:
+    check_repeated_layers(model[0], backend, num_tokens)

@@ -3,8 +3,8 @@
 Tokens are not compared: a random model in bfloat16 flips them under any change of summation order.
 """
 
-import itertools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from models.kernels.backend import Backend
 from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
 from models.parallel.group import TensorParallel
 from tests.gpu.generated import config_of, fill_generated, reference_logits
-from tests.unit.models.harness import PagedRunner, Part, Prompt, Session, Want, noise_image, relative, smooth_image
+from tests.unit.models.harness import PagedRunner, Part, Prompt, noise_image, relative, smooth_image
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
 
@@ -112,74 +112,79 @@ def host_step(batch: ForwardBatch) -> HostStep:
     )
 
 
-def graph_logits(model: Qwen3VL, backend: Backend, decodes: tuple[int, ...] = (4,)) -> tuple[torch.Tensor, list[int]]:
-    """Logits of the prompt "text" and their positions, through graphs: in chunks that graphs pad, then token by token beside padded
-    rows or alone, teacher-forced."""
-    sizes = msgspec.structs.replace(
-        HOPPER_STEP_SIZES, decodes=decodes, mixed_decodes=(4,), small_chunks=(64,), largest_chunk=256, mixed=(260,), max_mixed_prefill=256
-    )
-    prompt, runner = Prompt.build(model.config, PROMPTS["text"]), runner_of(model, backend)
-    make_attention = backend.fixed_attention(runner.pools, model.config.text.num_heads, graphs.MAX_PREFILL_ROWS + 1, 4, 1024)
+def graphs_of(model: Qwen3VL, backend: Backend, runner: PagedRunner, decodes: tuple[int, ...], num_seqs: int) -> graphs.StepGraphs:
+    """Graphs for the runner's pools, one page of which is scratch memory."""
+    sizes = msgspec.structs.replace(HOPPER_STEP_SIZES, decodes=decodes)
+    make_attention = backend.fixed_attention(runner.pools, model.config.text.num_heads, decodes[-1], 1024)
     assert make_attention is not None
-    scratch = runner.start(Prompt(prompt.ids[:1], [], []))
+    scratch = runner.start(Prompt([5], [], []))
     runner.step([(scratch, 1)], num_prefill_rows=1)
     options = {"states": runner.states, "scratch_block": scratch.pages[0], "transfers": backend.transfers}
-    rows = Rows(15, 1024, 16, model.config.geometry, model.device, **options)
-    step_graphs = graphs.StepGraphs(model, make_attention, rows, sizes, 4, 4)
-    step_graphs.capture()
+    rows = Rows(num_seqs, 1024, 16, model.config.geometry, model.device, **options)
+    found = graphs.StepGraphs(model, make_attention, rows, sizes, decodes[-1])
+    found.capture()
+    return found
+
+
+def graph_logits(model: Qwen3VL, backend: Backend, decodes: tuple[int, ...] = (4,)) -> tuple[torch.Tensor, list[int]]:
+    """Logits of the prompt "text" and their positions: in chunks, then token by token through graphs, beside padded rows or alone,
+    teacher-forced."""
+    prompt, runner = Prompt.build(model.config, PROMPTS["text"]), runner_of(model, backend)
+    step_graphs = graphs_of(model, backend, runner, decodes, 15)
     session, found, ends = runner.start(prompt), [], []
     for count in [50, 130, *[1] * 40]:
-        logits, *_ = step_graphs.run(host_step(runner.batch([(session, count)], int(count > 1), "last")))
+        if count > 1:
+            logits = runner.step([(session, count)], num_prefill_rows=1)
+        else:
+            logits, *_ = step_graphs.run(host_step(runner.batch([(session, 1)], 0, "last")))
+            session.computed += 1
         found.append(logits[-1].clone())
-        session.computed += count
         ends.append(session.computed - 1)
     return torch.stack(found), ends
 
 
 def test_captured_steps_replay_with_new_lengths(model: Qwen3VL, backend: Backend) -> None:
-    """A text decodes while a prompt with images is computed in chunks of all sizes, then alone, every step through the worker's graphs."""
-    sizes = msgspec.structs.replace(HOPPER_STEP_SIZES, mixed_decodes=(2,), small_chunks=(64,), largest_chunk=256)
-    text, images = (Prompt.build(model.config, PROMPTS[name]) for name in ("text", "three images"))
-    runner = runner_of(model, backend)
-    make_attention = backend.fixed_attention(runner.pools, model.config.text.num_heads, graphs.MAX_PREFILL_ROWS + 1, 8, 1024)
-    assert make_attention is not None
-    scratch_block = runner.start(Prompt(text.ids[:1], [], []))
-    runner.step([(scratch_block, 1)], num_prefill_rows=1)
-    options = {"scratch_block": scratch_block.pages[0], "transfers": backend.transfers}
-    rows = Rows(2, 1024, 16, model.config.geometry, model.device, **options)
-    step_graphs = graphs.StepGraphs(model, make_attention, rows, sizes, 2, 8)
-    step_graphs.capture()
-
-    def step(members: list[tuple[Session, int]], num_prefill_rows: int, want: Want = "last") -> torch.Tensor:
-        logits, hidden, _ = step_graphs.run(host_step(runner.batch(members, num_prefill_rows, want)))
+    """Two texts decode token by token, then verify drafts, every step through the worker's graphs."""
+    text, runner = Prompt.build(model.config, PROMPTS["text"]), runner_of(model, backend)
+    step_graphs, expected = graphs_of(model, backend, runner, (1, 2, 8), 2), whole(model, backend, text)
+    sessions = [runner.start(Prompt(text.ids[:length], [], [])) for length in (100, 70)]
+    for session in sessions:
+        runner.step([(session, len(session.ids))], num_prefill_rows=1)
+        session.ids = text.ids
+    for counts in (*[(1, 0)] * 5, *[(1, 1)] * 30, (5, 3), (1, 6), (7, 1), (2, 2)):  # of a row's tokens all but the first are drafts
+        members = [(session, count) for session, count in zip(sessions, counts, strict=True) if count]
+        logits, hidden, _ = step_graphs.run(host_step(runner.batch(members, 0, "all")))
         assert relative(model.logits(hidden), logits) < TOLERANCE
-        logits = logits.clone()
+        wanted = [expected[session.computed : session.computed + count] for session, count in members]
+        assert relative(logits, torch.cat(wanted)) < TOLERANCE
         for session, count in members:
             session.computed += count
-        return logits
 
-    decoding, prefilling = runner.start(Prompt(text.ids[:100], [], [])), runner.start(images)
-    step([(decoding, 37)], 1)
-    step([(decoding, 63)], 1)
-    decoded = []
-    for count in itertools.cycle([5, 64, 256, 1, 100, 255]):
-        rest = len(images.ids) - prefilling.computed
-        decoding.ids.append(text.ids[len(decoding.ids)])
-        members = [(prefilling, min(count, rest))] if rest else []
-        logits = step([*members, (decoding, 1)], len(members))
-        decoded.append(logits[-1])
-        if rest and rest <= count:
-            assert relative(logits[0], whole(model, backend, images)[-1]) < TOLERANCE
-        if len(decoded) == 60:
-            break
-    expected = whole(model, backend, text)
-    assert relative(torch.stack(decoded), expected[100:160]) < TOLERANCE and prefilling.computed == len(images.ids)
-    drafting = [runner.start(Prompt(text.ids[:length], [], [])) for length in (70, 90)]
-    for session in drafting:
-        step([(session, len(session.ids))], 1)
-        session.ids = text.ids
-    for counts in ((5, 3), (1, 6), (7, 1), (2, 2)):  # a row with that many tokens, of which all but the first are drafts
-        starts = [session.computed for session in drafting]
-        logits = step(list(zip(drafting, counts, strict=True)), 0, "all")
-        wanted = [expected[start : start + count] for start, count in zip(starts, counts, strict=True)]
-        assert relative(logits, torch.cat(wanted)) < TOLERANCE
+
+@pytest.mark.parametrize("num_tokens", [14, 60, 300, 700])
+def test_repeated_layers_compute_the_same(model: Qwen3VL, backend: Backend, num_tokens: int) -> None:
+    check_repeated_layers(model, backend, num_tokens)
+
+
+def check_repeated_layers(model: Qwen3VL, backend: Backend, num_tokens: int) -> None:
+    """A chunk beside decode rows: layers in Python on the default stream, repeated ones on another. Pools and results are equal in every
+    bit, since all launch the same kernels."""
+    runner, text = runner_of(model, backend), Prompt.build(model.config, PROMPTS["text"]).ids * 2
+    sessions = [runner.start(Prompt(text[:length], [], [])) for length in (num_tokens, 33, 40)]
+    for session in sessions[1:]:
+        runner.step([(session, len(session.ids) - 1)], num_prefill_rows=1)
+    batch = runner.batch([(sessions[0], num_tokens), *((session, 1) for session in sessions[1:])], 1, "last")
+    runner.attention.plan(batch.attention)
+    found, stream = [], torch.cuda.Stream()
+    for context in (nullcontext(), torch.cuda.stream(stream), torch.cuda.stream(stream)):
+        torch.cuda.synchronize()
+        for states, kept in zip(runner.states, found[0][2] if found else [], strict=False):
+            states.values.copy_(kept)
+        before = [states.values.clone() for states in runner.states]
+        with context:
+            result = model(batch, runner.attention)
+        torch.cuda.synchronize()
+        found.append((result.clone(), [pool.clone() for pair in runner.pools for pool in pair], before))
+    assert any(len(kind.layers) > 1 for kinds in model.language_model._repeats._kinds.values() for kind in kinds)
+    for result, pools, _ in found[1:]:
+        assert result.equal(found[0][0]) and all(ours.equal(theirs) for ours, theirs in zip(pools, found[0][1], strict=True))

@@ -18,30 +18,25 @@ def eager_attention(pools: Sequence[KVPool], num_heads: int) -> EagerAttention:
     prefill, split = PrefillKernel(pools, num_heads), SplitKernel(pools, num_heads)
 
     def make(layout: AttentionLayout) -> PagedAttention:
-        num_tokens = int(layout.qo_indptr_cpu[layout.num_prefill_rows])
-        num_short = int(layout.qo_indptr_cpu[-1]) - num_tokens
-        pieces: list[Piece] = [Prefill(prefill, num_tokens)] if num_tokens else []
-        pieces += [Split(split, num_short, num_tokens)] if num_short else []
+        num_tokens, num_all = (int(layout.qo_indptr_cpu[row]) for row in (layout.num_prefill_rows, -1))
+        num_short, pieces = num_all - num_tokens, list[Piece]()
+        if num_tokens <= MAX_SPLIT_TOKENS:
+            pieces = [Split(split, num_short + max_token_groups(num_tokens, layout.num_prefill_rows, split.group_tokens))]
+        else:
+            pieces = [Prefill(prefill, num_tokens), *([Split(split, num_short, num_tokens)] if num_short else [])]
         return PagedAttention(pools, pieces, len(layout.pages))
 
     return EagerAttention(pools, make)
 
 
-def fixed_attention_factory(
-    pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int, is_fusable: bool = True
-) -> MakeFixed:
+def fixed_attention_factory(pools: Sequence[KVPool], num_heads: int, max_rows: int, max_blocks: int, is_fusable: bool = True) -> MakeFixed:
     """See `Backend.fixed_attention`."""
-    prefill, split = PrefillKernel(pools, num_heads), SplitKernel(pools, num_heads)
-    split.reserve(max_decode_rows + max_token_groups(MAX_SPLIT_TOKENS, max_prefill_rows, split.group_tokens))
-    max_pages = (max_prefill_rows + max_decode_rows) * max_blocks
+    split = SplitKernel(pools, num_heads)
+    split.reserve(max_rows)
 
-    def make(num_tokens: int, num_decodes: int, num_rows: int) -> PagedAttention:
-        if num_tokens == 0 and is_fusable and FusedDecoding.takes(pools, num_heads, num_decodes):
-            return FusedDecoding(pools, num_heads, num_decodes, max_pages)
-        if num_tokens <= MAX_SPLIT_TOKENS:
-            pieces: list[Piece] = [Split(split, num_decodes + max_token_groups(num_tokens, num_rows, split.group_tokens))]
-        else:
-            pieces = [Prefill(prefill, num_tokens, num_rows), *([Split(split, num_decodes, num_tokens)] if num_decodes else [])]
-        return PagedAttention(pools, pieces, max_pages)
+    def make(num_rows: int) -> PagedAttention:
+        if is_fusable and FusedDecoding.takes(pools, num_heads, num_rows):
+            return FusedDecoding(pools, num_heads, num_rows, max_rows * max_blocks)
+        return PagedAttention(pools, [Split(split, num_rows)], max_rows * max_blocks)
 
     return make

@@ -48,14 +48,11 @@ class HopperBackend(PortableBackend):
         return eager_attention(pools, num_heads)
 
     def fixed_attention(
-        self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int, is_fusable: bool = True
+        self, pools: Sequence[KVPool], num_heads: int, max_rows: int, max_blocks: int, is_fusable: bool = True
     ) -> MakeFixed | None:
         if not takes(pools, num_heads):
-            return super().fixed_attention(pools, num_heads, max_prefill_rows, max_decode_rows, max_blocks)
-        sizes = max_prefill_rows, max_decode_rows, max_blocks
-        if pools[0][0].dtype == FLOAT8:
-            return float8_cache.fixed_attention_factory(pools, num_heads, self.tiles_of(pools), *sizes)
-        return fixed_attention_factory(pools, num_heads, *sizes, is_fusable)
+            return super().fixed_attention(pools, num_heads, max_rows, max_blocks)
+        return fixed_attention_factory(pools, num_heads, max_rows, max_blocks, is_fusable and pools[0][0].dtype != FLOAT8)
 
     def varlen_attention(self, num_heads: int, head_dim: int) -> VarlenAttention:
         return HopperVarlen(num_heads, head_dim, self.device)

@@ -11,7 +11,7 @@ from models.kernels.hopper.flash_decoding import Split, SplitKernel
 from models.kernels.hopper.prefill_attention import Prefill, PrefillKernel
 from models.kernels.hopper.tuned import MAX_SPLIT_TOKENS
 from models.kernels.ops import KVPool
-from models.kernels.paged import EagerAttention, MakeFixed, PagedAttention, Piece
+from models.kernels.paged import EagerAttention, PagedAttention, Piece
 from models.kernels.triton import paged_attention
 from models.kernels.triton.paged_attention import copy_pages
 from models.kernels.triton.tuned import AttentionTiles
@@ -54,27 +54,13 @@ def eager_attention(pools: Sequence[KVPool], num_heads: int, tiles: AttentionTil
     def make(layout: AttentionLayout) -> PagedAttention:
         num_tokens, num_pages = (int(each[layout.num_prefill_rows]) for each in (layout.qo_indptr_cpu, layout.page_indptr_cpu))
         num_short = int(layout.qo_indptr_cpu[-1]) - num_tokens
-        if num_pages > copies.most_pages:
+        if num_tokens > MAX_SPLIT_TOKENS and num_pages > copies.most_pages:
             return portable.make(layout)
-        pieces: list[Piece] = [CopiedPrefill(copies, num_tokens, num_pages)] if num_tokens else []
-        pieces += [Split(split, num_short, num_tokens)] if num_short else []
+        pieces: list[Piece] = []
+        if num_tokens <= MAX_SPLIT_TOKENS:
+            pieces = [Split(split, num_short + max_token_groups(num_tokens, layout.num_prefill_rows, split.group_tokens))]
+        else:
+            pieces = [CopiedPrefill(copies, num_tokens, num_pages), *([Split(split, num_short, num_tokens)] if num_short else [])]
         return PagedAttention(pools, pieces, len(layout.pages))
 
     return EagerAttention(pools, make)
-
-
-def fixed_attention_factory(
-    pools: Sequence[KVPool], num_heads: int, tiles: AttentionTiles, max_prefill_rows: int, max_decode_rows: int, max_blocks: int
-) -> MakeFixed:
-    """See `Backend.fixed_attention`."""
-    sizes = max_prefill_rows, max_decode_rows, max_blocks
-    split, portable = SplitKernel(pools, num_heads), paged_attention.fixed_attention_factory(pools, num_heads, tiles, *sizes)
-    split.reserve(max_decode_rows + max_token_groups(MAX_SPLIT_TOKENS, max_prefill_rows, split.group_tokens))
-
-    def make(num_tokens: int, num_decodes: int, num_rows: int) -> PagedAttention:
-        if num_tokens > MAX_SPLIT_TOKENS:
-            return portable(num_tokens, num_decodes, num_rows)
-        pieces = [Split(split, num_decodes + max_token_groups(num_tokens, num_rows, split.group_tokens))]
-        return PagedAttention(pools, pieces, (max_prefill_rows + max_decode_rows) * max_blocks)
-
-    return make

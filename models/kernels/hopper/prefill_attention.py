@@ -2,18 +2,17 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from models.cache.layout import AttentionLayout
 from models.kernels.heads import HOPPER_GROUPS
 from models.kernels.hopper.compile import load_kernel
 from models.kernels.hopper.mixed_plan import prefill_blocks
-from models.kernels.hopper.tile_plan import ITEM_FIELDS, PartMemory, max_items, plan_items
+from models.kernels.hopper.tile_plan import PartMemory, plan_items
 from models.kernels.ops import KVPool
 from models.kernels.paged import Int32s
 from models.kernels.triton.launch import num_multiprocessors
-from models.kernels.work_items import max_token_groups, token_groups
+from models.kernels.work_items import token_groups
 
 MIN_PAGE = 8
 
@@ -36,23 +35,17 @@ class PrefillKernel:
 
 class Prefill:
     """See `Piece`: the prefill rows, which are the first `num_tokens`. Values in their pages must be finite, even after a row's last key,
-    since they are multiplied by 0. With `num_rows`, some of which may be empty, the plan has a fixed size, for a CUDA graph."""
+    since they are multiplied by 0."""
 
-    def __init__(self, of: PrefillKernel, num_tokens: int, num_rows: int | None = None) -> None:
+    def __init__(self, of: PrefillKernel, num_tokens: int) -> None:
         self._of, self._num_tokens = of, num_tokens
-        num_tiles = 0 if num_rows is None else max_token_groups(num_tokens, num_rows, of.tile_tokens)
-        self._least = 0 if num_rows is None else 1 + max_items(num_tiles, of.kv_heads, of.num_blocks)
 
     def plan(self, layout: AttentionLayout, before: Sequence[Int32s]) -> Int32s:
         """See `plan_items`; uses the multiprocessors that the layout's decode rows leave."""
         of = self._of
         tiles = token_groups(layout.prefill_rows(), of.tile_tokens)
         num_blocks = prefill_blocks(layout, tiles, of.kv_heads, of.tile_keys, of.num_blocks)
-        items = plan_items(tiles, of.kv_heads, of.tile_keys, num_blocks)
-        assert not self._least or len(items) <= self._least
-        padded = np.zeros((max(self._least, len(items)), ITEM_FIELDS), dtype=np.int32)
-        padded[: len(items)] = items
-        return padded
+        return plan_items(tiles, of.kv_heads, of.tile_keys, num_blocks)
 
     def launch(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, plan: torch.Tensor, pages: torch.Tensor) -> None:
         of, own = self._of, slice(self._num_tokens)

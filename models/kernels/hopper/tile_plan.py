@@ -62,11 +62,6 @@ def num_blocks_of(items: Int32s) -> int:
     return int(items[0, 1])
 
 
-def max_items(num_tiles: int, num_heads: int, num_blocks: int) -> int:
-    """Return the maximum for `num_tiles` tiles per head on `num_blocks` blocks."""
-    return num_tiles * num_heads + MAX_ROUNDS * num_blocks
-
-
 def assign_tiles(count: int, num_blocks: int) -> Ints:
     """Assign 0 ... count - 1 to blocks in rounds of alternating direction; the last round, possibly partial, is ascending."""
     order = np.arange(count)

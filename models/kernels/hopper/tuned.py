@@ -7,7 +7,6 @@ from models.kernels.triton.tuned import STEP_SIZES as ANY_STEP_SIZES
 from models.vision.shares import SplitCosts
 
 # At some numbers of rows a product loses up to 10 % to partial tiles or cuBLAS's choice; these sizes lose little.
-# `launch_work`: the host needs 0.4 to 0.5 ms to launch a layer, which delays even a step with equal device time.
 STEP_SIZES = StepSizes(
     mixed=(104, 128, 160, 208, 216, 256, 312, 344, 384, 440, 480, 528, 624, 696, 888, 1024),
     cheap=208,
@@ -15,11 +14,6 @@ STEP_SIZES = StepSizes(
     usual_sparse=528,
     max_mixed_prefill=1008,
     decodes=(1, 2, 4, *range(8, 129, 8)),
-    mixed_decodes=(0, 8, 16, 24, 32, 48, 64, 96, 128),
-    small_chunks=(16, 64),
-    largest_chunk=512,
-    few_decodes=8,
-    launch_work=230_000_000_000,
     verify_rows=160,  # computed: an H200 reads a weight in the time of 184 multiplications, in float8 of 160
 )
 

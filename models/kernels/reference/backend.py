@@ -44,7 +44,7 @@ class TorchBackend:
         return TorchAttention(pools)
 
     def fixed_attention(
-        self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int, is_fusable: bool = True
+        self, pools: Sequence[KVPool], num_heads: int, max_rows: int, max_blocks: int, is_fusable: bool = True
     ) -> MakeFixed | None:
         return None
 

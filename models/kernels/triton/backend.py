@@ -50,9 +50,9 @@ class PortableBackend:
         return eager_attention(pools, num_heads, self.tiles_of(pools))
 
     def fixed_attention(
-        self, pools: Sequence[KVPool], num_heads: int, max_prefill_rows: int, max_decode_rows: int, max_blocks: int, is_fusable: bool = True
+        self, pools: Sequence[KVPool], num_heads: int, max_rows: int, max_blocks: int, is_fusable: bool = True
     ) -> MakeFixed | None:
-        return fixed_attention_factory(pools, num_heads, self.tiles_of(pools), max_prefill_rows, max_decode_rows, max_blocks)
+        return fixed_attention_factory(pools, num_heads, self.tiles_of(pools), max_rows, max_blocks)
 
     def tiles_of(self, pools: Sequence[KVPool]) -> AttentionTiles:
         return attention_tiles(self._capability, pools[0][0].shape[3])

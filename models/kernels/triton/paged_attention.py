@@ -15,7 +15,7 @@ from models.kernels.ops import KVPool
 from models.kernels.paged import EagerAttention, Int32s, MakeFixed, PagedAttention, Piece
 from models.kernels.triton.launch import await_previous_kernel, cdiv, kernel, num_multiprocessors
 from models.kernels.triton.tuned import AttentionTiles, Tiles
-from models.kernels.work_items import WORK_ITEM_FIELDS, max_token_groups, max_work_items, plan_work_items, token_groups
+from models.kernels.work_items import WORK_ITEM_FIELDS, max_work_items, plan_work_items, token_groups
 
 MAX_SPLIT_TOKENS = 64  # up to so many prompt tokens of a step use split-KV, as decode rows do
 COPIED = 4096  # values that a program of `_copy` copies
@@ -185,14 +185,14 @@ class PagedKernel:
 
 
 class Chunks:
-    """See `Piece`: the prefill rows, each group of tokens a whole work item. With `num_chunks` the plan has one size."""
+    """See `Piece`: the prefill rows, each group of tokens a whole work item."""
 
-    def __init__(self, of: PagedKernel, num_chunks: int = 0) -> None:
-        self._of, self._num_chunks = of, num_chunks
+    def __init__(self, of: PagedKernel) -> None:
+        self._of = of
 
     def plan(self, layout: AttentionLayout, before: Sequence[Int32s]) -> Int32s:
         """Return the work items, longest first."""
-        return _padded(_whole_items(token_groups(layout.prefill_rows(), self._of.chunk_tokens)), self._num_chunks)
+        return _whole_items(token_groups(layout.prefill_rows(), self._of.chunk_tokens))
 
     def launch(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, plan: torch.Tensor, pages: torch.Tensor) -> None:
         self._of.attend(layer, q_THK, out_THK, plan, pages, self._of.tiles.chunk)
@@ -236,21 +236,13 @@ def eager_attention(pools: Sequence[KVPool], num_heads: int, tiles: AttentionTil
     return EagerAttention(pools, make)
 
 
-def fixed_attention_factory(
-    pools: Sequence[KVPool], num_heads: int, tiles: AttentionTiles, max_prefill_rows: int, max_decode_rows: int, max_blocks: int
-) -> MakeFixed:
+def fixed_attention_factory(pools: Sequence[KVPool], num_heads: int, tiles: AttentionTiles, max_rows: int, max_blocks: int) -> MakeFixed:
     """See `Backend.fixed_attention`."""
-    kernel, max_pages = PagedKernel(pools, num_heads, tiles), (max_prefill_rows + max_decode_rows) * max_blocks
-    kernel.reserve(kernel.num_items(max_decode_rows + max_token_groups(MAX_SPLIT_TOKENS, max_prefill_rows, kernel.few_tokens)))
+    kernel = PagedKernel(pools, num_heads, tiles)
+    kernel.reserve(kernel.num_items(max_rows))
 
-    def make(num_tokens: int, num_decodes: int, num_rows: int) -> PagedAttention:
-        if num_tokens <= MAX_SPLIT_TOKENS:
-            groups = num_decodes + max_token_groups(num_tokens, num_rows, kernel.few_tokens)
-            pieces: list[Piece] = [FewTokens(kernel, 0, kernel.num_items(groups))]
-        else:
-            pieces = [Chunks(kernel, max_token_groups(num_tokens, num_rows, kernel.chunk_tokens))]
-            pieces += [FewTokens(kernel, num_tokens, kernel.num_items(num_decodes))] if num_decodes else []
-        return PagedAttention(pools, pieces, max_pages)
+    def make(num_rows: int) -> PagedAttention:
+        return PagedAttention(pools, [FewTokens(kernel, 0, kernel.num_items(num_rows))], max_rows * max_blocks)
 
     return make
 

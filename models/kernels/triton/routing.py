@@ -137,17 +137,17 @@ def route(
     """Return the router's choices, `counted` to be sorted; parts not written by this rank's experts are zeroed."""
     num_tokens, given = len(logits_TE), experts.num_given
     assert logits_TE.is_contiguous() and (parts_KTD is None or parts_KTD.is_contiguous())
-    ints = logits_TE.new_empty((2, num_tokens, given), dtype=torch.int32)
+    experts_TK, ranks_TK = (logits_TE.new_empty((num_tokens, given), dtype=torch.int32) for _ in range(2))
     weights_TK = logits_TE.new_empty((num_tokens, given))
     counts_E = logits_TE.new_zeros(experts.count, dtype=torch.int32) if counted else None
     _route[(num_tokens,)](
-        logits_TE, logits_TE if valid_T is None else valid_T, ints[0], weights_TK, ints[1], ints if counts_E is None else counts_E,
+        logits_TE, logits_TE if valid_T is None else valid_T, experts_TK, weights_TK, ranks_TK, ranks_TK if counts_E is None else counts_E,
         logits_TE if parts_KTD is None else parts_KTD, experts.first, experts.count,
         LOGITS=logits_TE.shape[1], PADDED=valid_T is not None, COUNTED=counted, ZEROED=parts_KTD is not None, EXPERTS=experts.num_experts,
         BLOCK=power_of_2(experts.num_experts), CHOSEN=experts.num_chosen, GIVEN=given, CHOICES=power_of_2(given),
         BITS=8 * logits_TE.itemsize, WIDTH=0 if parts_KTD is None else parts_KTD.shape[2], STRIPE=1024, num_warps=ROUTE_WARPS,
     )  # fmt: skip
-    return Choices(ints[0], weights_TK, experts.count, ints[1] if counted else None, counts_E)
+    return Choices(experts_TK, weights_TK, experts.count, ranks_TK if counted else None, counts_E)
 
 
 def sort(choices: Choices, rows: int, is_filled: bool = False) -> SortedChoices:
@@ -156,8 +156,9 @@ def sort(choices: Choices, rows: int, is_filled: bool = False) -> SortedChoices:
     assert ranks_TK is not None and counts_E is not None
     num_slots = experts_TK.numel()
     num_blocks = cdiv(num_slots, rows) + choices.num_experts  # upper bound: each expert may have one partial block
-    slots, ints = experts_TK.new_empty(num_blocks * rows), experts_TK.new_empty(2 * num_blocks + 1)
-    made = SortedChoices(rows, slots, ints[:num_blocks], ints[num_blocks:-1], ints[-1:])
+    sizes = num_blocks * rows, num_blocks, num_blocks, 1  # each aligned: Triton compiles a kernel for each alignment
+    slots, *lists = (experts_TK.new_empty(size) for size in sizes)
+    made = SortedChoices(rows, slots, *lists)
     block = power_of_2(choices.num_experts)
     _sort[(cdiv(num_slots, SORTED),)](
         experts_TK, ranks_TK, counts_E, slots, made.experts_B, made.rows_B, made.end_1, num_slots, num_blocks,

@@ -15,11 +15,6 @@ STEP_SIZES = StepSizes(
     usual_sparse=512,
     max_mixed_prefill=1008,
     decodes=(1, 2, 4, *range(8, 129, 8)),
-    mixed_decodes=(0, 8, 16, 32, 48, 64, 96, 128),
-    small_chunks=(16, 64),
-    largest_chunk=512,
-    few_decodes=8,
-    launch_work=230_000_000_000,  # see the tuned numbers of `hopper`
     verify_rows=96,  # estimated: an H200 multiplies 184 times per weight read, an A100 160, an L40S 210; small tiles lose some
 )
 

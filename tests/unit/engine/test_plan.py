@@ -8,7 +8,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import pytest
@@ -57,19 +57,20 @@ def config_of(size: str, with_head: bool = False) -> ModelConfig:
 
 
 MEASURED: list[tuple[float, str, int, Literal["auto", "fp8"], int, float, float]] = [
-    (H200, "2B", 1, "auto", 128, 4.7, 1.9 + 1.8 + 0.8),
-    (H200, "8B", 1, "auto", 128, 17.1, 2.7 + 1.3 + 1.0),
-    (H200, "30B-A3B", 1, "fp8", 128, 30.8, 2.3 + 1.9 + 0.9),
-    (H200, "8B", 4, "auto", 128, 6.4, 2.2 + 2.0 + 1.0),
-    (H200, "32B", 4, "auto", 128, 17.9, 2.5 + 1.6 + 1.0),
-    (H200, "235B-A22B", 4, "fp8", 64, 57.7, 2.7 + 2.0 + 1.0),
-    (H100, "8B", 1, "auto", 128, 17.1, 2.7 + 1.3 + 1.0),
-    (H100, "8B", 1, "auto", 128, 17.0, 2.8 + 1.1 + 1.0),  # with `portable` kernels, the others with `hopper`
+    (H200, "2B", 1, "auto", 128, 4.7, 1.9 + 0.3 + 0.8),
+    (H200, "8B", 1, "auto", 128, 17.1, 2.7 + 0.3 + 1.0),
+    (H200, "30B-A3B", 1, "fp8", 128, 30.8, 2.3 + 0.3 + 0.9),
+    (H200, "8B", 4, "auto", 128, 6.4, 2.2 + 0.3 + 1.0),
+    (H200, "32B", 4, "auto", 128, 17.9, 2.5 + 0.3 + 1.0),
+    (H200, "235B-A22B", 4, "fp8", 64, 57.7, 2.7 + 0.2 + 1.0),
+    (H100, "8B", 1, "auto", 128, 17.1, 2.7 + 0.3 + 1.0),
+    (H100, "8B", 1, "auto", 128, 17.0, 2.8 + 0.3 + 1.0),  # with `portable` kernels, the others with `hopper`
 ]
 
 
 def test_the_plan_is_what_workers_measured() -> None:
-    """Red if a sum is off by more than 6 percent. The figures are of the workers' logs: weights and runtime; activations, graphs, tower."""
+    """Red if a sum is off by more than 6 percent. The figures are of the workers' logs: weights and runtime; activations, graphs,
+    tower. Those of graphs are of 8B and 30B-A3B, and computed for the others since only decode steps have graphs."""
     for free, size, tp, quantization, max_num_seqs, held, others in MEASURED:
         config = EngineConfig(tp=tp, quantization=quantization, max_num_seqs=max_num_seqs)
         plan = make_plan(config, config_of(size), int(free * GIB))
@@ -79,23 +80,6 @@ def test_the_plan_is_what_workers_measured() -> None:
         assert needs / GIB == pytest.approx(held + others, rel=0.06)
         pool = int(free * GIB * config.gpu_memory_utilization) - int((held + others) * GIB) - plan.image_cache
         assert parts["KV pool"] == pytest.approx(pool, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "limit"),
-    [
-        ("8B", {}, 1008),
-        ("8B", {"quantization": "fp8"}, 512),
-        ("30B-A3B", {}, 512),
-        ("30B-A3B", {"enforce_eager": True}, 1008),
-        ("32B", {"tp": 2}, 1008),
-    ],
-)
-def test_steps_beside_many_decodes_have_graphs_if_launches_take_longest(name: str, settings: dict[str, Any], limit: int) -> None:
-    """Red if a quick model waits for the launches of long steps, or another one, or one without graphs, gets short steps."""
-    config, model = EngineConfig(**settings), config_of(name)
-    sizes = sizes_for(config, model, HOPPER_SIZES)
-    assert sizes.max_prefill(24) == limit
 
 
 def test_advice_fits_the_cause() -> None:

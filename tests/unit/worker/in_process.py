@@ -151,7 +151,7 @@ class Engine:
         images = ImageCache(model.tower, ImageReader(self._arena, PillowDecoder(1, CPU), CPU), tp, adapters=slots)
         attention = TORCH.attention(pools, config.text.num_heads)
         num_seqs, max_samples = merged.max_num_seqs, (1 + MAX_PROPOSED) * merged.max_num_seqs
-        recorder = lambda *_: PlannedAttention(pools), rows, sizes, num_seqs, max_samples, run_again, num_slots > 0
+        recorder = lambda _: PlannedAttention(pools), rows, sizes, max_samples, run_again, num_slots > 0
         self.graphs = StepGraphs(model, *recorder) if graphs else None
         if self.graphs is not None:
             self.graphs.capture()

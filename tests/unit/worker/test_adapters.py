@@ -69,7 +69,6 @@ def alone(models: list[Qwen3VL], number: int, prompt: int) -> list[int]:
 def test_each_request_gets_what_its_adapter_gives(
     folder: Path, merged: list[Qwen3VL], monkeypatch: pytest.MonkeyPatch, num_slots: int, replayed: bool, limits: dict[str, int]
 ) -> None:
-    monkeypatch.setattr(graphs, "MAX_PREFILL_ROWS", 3)
     run, kinds = graphs.StepGraphs.run, set()
 
     def note(self: graphs.StepGraphs, step: HostStep) -> object:

@@ -143,8 +143,8 @@ class Telling:
         self.noted: list[tuple[Request, int, list[int]]] = []  # behind so many tokens of output
         engine._runner.head = self
 
-    def run(self, step: HostStep, indices_T: np.ndarray, tokens_S: torch.Tensor, rows_S: torch.Tensor, count: int) -> torch.Tensor:
-        found = self._head.run(step, indices_T, tokens_S, rows_S, count)
+    def run(self, step: HostStep, tokens_S: torch.Tensor, rows_S: torch.Tensor, count: int) -> torch.Tensor:
+        found = self._head.run(step, tokens_S, rows_S, count)
         altered = found.clone()
         requests = {request.row: request for request in self._core.state.running}
         samples = step.samples

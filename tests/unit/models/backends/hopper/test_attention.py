@@ -7,14 +7,13 @@ import torch
 
 from engine.worker.staging import Staging
 from models.cache.layout import AttentionLayout
-from models.kernels.paged import PagedAttention, Piece
+from models.kernels.paged import PagedAttention
 from tests.unit.models.backends.hopper.attention_step import Step
 from tests.unit.models.backends.hopper.kernels_in_torch import use_torch_kernels
 
 pytest.importorskip("triton")  # beside the kernels that are replaced
 from models.kernels.hopper.attention import eager_attention
 from models.kernels.hopper.flash_decoding import Split, SplitKernel
-from models.kernels.hopper.prefill_attention import Prefill, PrefillKernel
 
 CPU = torch.device("cpu")
 HEADS = (4, 2)
@@ -38,21 +37,17 @@ def plan_into(memory: Staging, backend: PagedAttention, layout: AttentionLayout)
     return plan, pages
 
 
-@pytest.mark.parametrize(("num_tokens", "num_decodes"), [(83, 3), (83, 0), (0, 3)])
-def test_a_plan_is_read_where_it_is(steps: list[Step], num_tokens: int, num_decodes: int) -> None:
+def test_a_plan_is_read_where_it_is(steps: list[Step]) -> None:
     largest = max((step.pool for step in steps), key=lambda pool: len(pool[0]))
     pool = largest[0].clone(), largest[1].clone()
-    pieces: list[Piece] = [Prefill(PrefillKernel([pool], HEADS[0]), num_tokens, num_rows=3)] if num_tokens else []
-    pieces += [Split(SplitKernel([pool], HEADS[0]), 3, num_tokens)] if num_decodes else []
-    backend = PagedAttention([pool], pieces, max_pages=200)
+    backend = PagedAttention([pool], [Split(SplitKernel([pool], HEADS[0]), 3)], max_pages=200)
     memory, eager = Staging(1 << 16, CPU), eager_attention([pool], HEADS[0])
-    layouts = [step.layout if num_tokens else step.layout.decode_rows() for step in steps]
-    layouts = layouts if num_decodes else [layout.prefill_rows() for layout in layouts]
+    layouts = [step.layout.decode_rows() for step in steps]
     backend.read_from(*plan_into(memory, backend, layouts[0]))
     for step, layout in zip(steps, layouts, strict=True):
         for ours, theirs in zip(pool, step.pool, strict=True):
             ours[: len(theirs)] = theirs
-        tokens = slice(-3 - num_tokens, len(step.q) - 3 + num_decodes)
+        tokens = slice(-3, len(step.q))
         q, expected = step.q[tokens], step.expected()[tokens]
         plan_into(memory, backend, layout)
         torch.testing.assert_close(backend.run(0, q).double(), expected, rtol=1e-2, atol=1e-2)

@@ -22,15 +22,14 @@ def test_which_steps_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_decoding, "FUSED_ROWS", 2)
 
     def is_fused(
-        shape: tuple[int, int, int], head_dim: int = 128, heads: tuple[int, int] = (4, 2), multiprocessors: int = 132, normed: bool = True
+        num_rows: int, head_dim: int = 128, heads: tuple[int, int] = (4, 2), multiprocessors: int = 132, normed: bool = True
     ) -> bool:
         monkeypatch.setattr(fused_decoding, "num_multiprocessors", lambda device: multiprocessors)
         step = Step.build([1], heads, head_dim).to(torch.device("cpu"), torch.bfloat16)
-        return isinstance(fixed_attention_factory([step.pool], heads[0], 8, 8, 8, normed)(*shape), FusedDecoding)
+        return isinstance(fixed_attention_factory([step.pool], heads[0], 8, 8, normed)(num_rows), FusedDecoding)
 
-    assert is_fused((0, 1, 0)) and is_fused((0, 2, 0)) and not is_fused((0, 1, 0), normed=False)
-    assert not is_fused((0, 3, 0)) and not is_fused((16, 1, 1)) and not is_fused((0, 1, 0), head_dim=64)
-    assert is_fused((0, 1, 0), heads=(8, 8), multiprocessors=16) and not is_fused((0, 1, 0), multiprocessors=16)
+    assert is_fused(1) and is_fused(2) and not is_fused(1, normed=False) and not is_fused(3) and not is_fused(1, head_dim=64)
+    assert is_fused(1, heads=(8, 8), multiprocessors=16) and not is_fused(1, multiprocessors=16)
 
 
 def test_a_decoder_asks_for_all_at_once_where_it_can(tiny: Qwen3VL, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.kernels.hopper.tile_plan import max_items, num_blocks_of, plan_items
+from models.kernels.hopper.tile_plan import num_blocks_of, plan_items
 from models.kernels.work_items import max_token_groups, token_groups
 from tests.unit.models.backends.hopper.attention_step import layout_of
 
@@ -29,7 +29,6 @@ def test_every_token_has_its_keys_once(rows: list[tuple[int, int]], heads: int, 
     layout, tiles = layout_of(rows), tiles_of(rows, size)
     items = plan_items(tiles, heads, 128, num_blocks)
     assert items[0].tolist() == [len(items) - 1, num_blocks, *[0] * 10] and items[1:, 1].max(initial=0) <= size
-    assert len(items) - 1 <= max_items(len(tiles), heads, num_blocks)
     assert len(tiles) <= max_token_groups(sum(new for new, _ in rows), len(rows), size)
     planned, parts = [], defaultdict(list)
     for first, count, key, end, head, first_tile, end_tile, _, first_part, part, num_parts, _ in items[1:].tolist():

@@ -87,22 +87,17 @@ def test_keys_and_values_in_float8(tokens: tuple[int, ...]) -> None:
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
+@in_gate
 @interpreted
-@pytest.mark.parametrize(("num_tokens", "num_rows"), [(0, 0), pytest.param(20, 3, marks=in_gate), (80, 3)])
-def test_a_fixed_shape(num_tokens: int, num_rows: int) -> None:
+def test_a_fixed_shape() -> None:
     from models.kernels.triton.paged_attention import fixed_attention_factory
 
-    heads, decodes = (8, 2), 3
-    make = None
-    for seed in range(4):
+    heads = (8, 2)
+    for seed, short in enumerate([[1, 1, 1], [2, 1, 0], [3, 0, 0], [1, 2, 0]]):
         rng = np.random.default_rng(seed)
-        cuts = np.sort(rng.integers(0, num_tokens + 1, max(0, num_rows - 1)))
-        tokens = tuple(int(n) for n in np.diff([0, *cuts, num_tokens])) if num_rows else ()
-        short = [[1, 1, 1], [2, 1, 0], [3, 0, 0], [1, 2, 0]][seed]
-        lengths = [n + int(rng.integers(0, 200)) * (n > 0) for n in [*tokens, *short]]
-        step = step_of(tokens, lengths, heads, seed, short)
-        make = fixed_attention_factory([step.pool], heads[0], small_tiles(), num_rows, decodes, 64)  # type: ignore[arg-type]
-        attention = make(num_tokens, decodes, num_rows)
+        lengths = [n + int(rng.integers(0, 200)) * (n > 0) for n in short]
+        step = step_of((), lengths, heads, seed, short)
+        attention = fixed_attention_factory([step.pool], heads[0], small_tiles(), 3, 64)(3)  # type: ignore[arg-type]
         arrays = attention.plan_arrays(step.layout)
         assert [len(array) for array in arrays] == [len(array) for array in attention.plan_arrays(empty_like(step.layout))]
         assert len(step.layout.pages) <= attention.max_pages

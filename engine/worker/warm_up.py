@@ -1,0 +1,76 @@
+"""Steps before the first request, in blocks that no request has yet: kernels are compiled and cuBLAS learns the sizes that the scheduler
+cuts. They also check that repeated layers (`models.layers.repeats`) compute what Python launches."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from engine.worker.rows import HostStep, Rows
+from engine.worker.runner import Runner
+from models.cache.layout import AttentionLayout, offsets_of
+
+logger = logging.getLogger(__name__)
+
+SMALL = (5, 16, 32, 64)  # tokens: ends of prompts, whose kernels have other tiles
+TOLERANCE = 0.02  # most of what is added up in another order differs by less
+
+
+@torch.inference_mode()
+def warm_up_steps(runner: Runner, sizes: Sequence[int]) -> None:
+    """Run steps of so many tokens that fit the pool. If results on the current stream differ from those on the default one, which is never
+    captured, continue on the latter."""
+    current, device = torch.cuda.current_stream(), runner.rows.last_tokens.device
+    for size in (*SMALL, *sizes):
+        if size + 3 * runner.rows.block_size > runner.rows.scratch_slot:
+            return
+        for has_adapters in (False, True) if runner.adapters is not None else (False,):
+            found = []
+            for stream in (torch.cuda.default_stream(device), current):
+                torch.cuda.synchronize(device)
+                torch.cuda.set_stream(stream)
+                found.append(hidden_of(runner, step_of(runner.rows, size, has_adapters)))
+            torch.cuda.synchronize(device)
+            if not (found[1] - found[0]).norm() <= TOLERANCE * found[0].norm():
+                logger.warning("launches of layers are not repeated: the results differ")
+                torch.cuda.set_stream(torch.cuda.default_stream(device))
+                return
+
+
+def hidden_of(runner: Runner, step: HostStep) -> torch.Tensor:
+    """Return the step's final hidden states in float32, from empty states."""
+    for group in runner.rows.states:
+        group.kept[:, runner.rows.scratch_row].zero_()
+    batch = runner.rows.stage(step, runner.staging).batch
+    runner.attention.plan(batch.attention)
+    hidden_SD = runner.model(batch, runner.attention)
+    runner.model.logits(hidden_SD)
+    return hidden_SD.float()
+
+
+def step_of(rows: Rows, size: int, has_adapters: bool) -> HostStep:
+    """Return a chunk of a prompt and two decode rows."""
+    lengths = np.array([size - 2, 1, 1])
+    pages = -(-lengths // rows.block_size)
+    first_slots = rows.block_size * (pages.cumsum() - pages)
+    slots = np.concatenate((np.arange(size - 2), first_slots[1:]))
+    layout = AttentionLayout(
+        qo_indptr_cpu=offsets_of(lengths),
+        kv_lens_cpu=torch.from_numpy(lengths.astype(np.int32)),
+        page_indptr_cpu=offsets_of(pages),
+        pages=torch.arange(int(pages.sum()), dtype=torch.int32),
+        slot_mapping_T=torch.from_numpy(slots),
+        num_prefill_rows=1,
+    )
+    return replace(
+        HostStep.empty(),
+        ids=np.arange(size - 2),
+        gather=np.full(2, rows.scratch_row),
+        rows=np.full(3, rows.scratch_row),
+        positions=np.tile(np.concatenate((np.arange(size - 2), [0, 0])), (3, 1)),
+        attention=layout,
+        logits_indices=np.arange(size - 3, size),
+        adapters=np.zeros(size if has_adapters else 0, dtype=np.int32),
+    )
