@@ -169,7 +169,7 @@ def size_arenas(config: EngineConfig, memory: int, has_gpu: bool) -> EngineConfi
 
 
 def make_runtime(config: EngineConfig, supervisor: Supervisor, listener_fd: int) -> Runtime:
-    """Find the model and reserve the arenas. Raises ValueError or OSError."""
+    """Find the model and create the arenas. Raises ValueError or OSError."""
     gpus = list_gpus()
     choice = choose(config.backend, config.device, config.tp, config.model == DEMO, gpus)
     if choice.device == "cpu" and config.device == "auto" and config.model != DEMO:
@@ -222,6 +222,8 @@ def fit_to_card(config: EngineConfig, model: ModelConfig, gpus: Sequence[Gpu]) -
 def start_all(supervisor: Supervisor, runtime: Runtime) -> None:
     for rank in range(runtime.config.tp):
         supervisor.start(f"worker-{rank}", "engine.worker.main", runtime, str(rank))
+    for fd in runtime.arena_fds:  # takes a second, while workers import torch
+        os.posix_fallocate(fd, 0, os.fstat(fd).st_size)
     supervisor.start("scheduler", "engine.scheduler.main", runtime)
     supervisor.start("processor", "server.processor.main", runtime)
     supervisor.start("api", "server.api.main", runtime, fds=(runtime.listener_fd,))

@@ -6,10 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import httpx
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
-
 from models.config.registry import EAGLE3, architecture_of
 from models.demo import CHECKPOINT
 from models.scaffold import SHAPES, write_model_folder
@@ -102,6 +98,10 @@ def _demand_hub_id(hub_id: str) -> None:
 
 
 def _download(hub_id: str, patterns: tuple[str, ...]) -> Path:
+    import httpx  # these take a second, which a model in a folder does not need
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
     except (httpx.HTTPError, LocalEntryNotFoundError) as error:

@@ -11,6 +11,6 @@ def test_a_connection_that_breaks_is_a_value_error(failure: Exception, monkeypat
     def download(*arguments: object, **options: object) -> str:
         raise failure
 
-    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(ValueError, match="could not be fetched from the hub"):
         hub._download("Qwen/Qwen3-VL-8B-Instruct", ("*",))
