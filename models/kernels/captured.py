@@ -43,8 +43,8 @@ def library() -> ctypes.PyDLL | None:
     try:
         ctypes.CDLL("libcuda.so.1", ctypes.RTLD_GLOBAL)
         found = ctypes.PyDLL(str(built(CACHE.expanduser())))
-    except (OSError, subprocess.CalledProcessError) as problem:
-        logger.warning("launches of layers are not repeated: %s", getattr(problem, "stderr", None) or problem)
+    except OSError as problem:
+        logger.warning("launches of layers are not repeated: %s", problem)
         return None
     found.captured_bytes.restype = ctypes.c_size_t
     found.captured_run.argtypes = [ctypes.c_void_p] * 3
@@ -53,7 +53,7 @@ def library() -> ctypes.PyDLL | None:
 
 
 def built(folder: Path) -> Path:
-    """Return the compiled source in this folder. OSError or subprocess.CalledProcessError if it cannot be compiled."""
+    """Return the compiled source in this folder. OSError if it cannot be compiled."""
     triton = find_spec("triton")
     include = Path(triton.origin).parent / "backends/nvidia/include" if triton is not None and triton.origin else Path()
     compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), "cc")
@@ -62,7 +62,8 @@ def built(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as made:
             command = [compiler, "-O2", "-shared", "-fPIC", "-I", str(include), str(SOURCE), "-o", f"{made}/captured.so"]
-            subprocess.run(command, check=True, capture_output=True, text=True)
+            if (done := subprocess.run(command, capture_output=True, text=True)).returncode:
+                raise OSError(done.stderr)
             os.replace(f"{made}/captured.so", path)
     return path
 

@@ -152,5 +152,6 @@ def parts_of(each: Any) -> Iterator[Any]:
     elif isinstance(each, partial):
         yield from (each.func, each.args, each.keywords)
     elif isinstance(each, nn.Module) or type(each).__module__.startswith("models."):
-        yield from (getattr(each, name) for kind in type(each).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(each, name))
-        yield from (value for name, value in getattr(each, "__dict__", {}).items() if name not in ORDINALS)
+        slots = [name for kind in type(each).__mro__ for name in vars(kind).get("__slots__", ()) if hasattr(each, name)]
+        values = {name: getattr(each, name) for name in slots} | (vars(each) if hasattr(each, "__dict__") else {})
+        yield from (value for name, value in values.items() if name not in ORDINALS)
