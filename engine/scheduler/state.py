@@ -28,7 +28,7 @@ class Limits:
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_num_mixed_tokens: int | None  # None: `StepSizes.max_prefill`
+    max_num_mixed_tokens: int | None  # None: `StepSizes.max_mixed_prefill`
     max_num_encoder_tokens: int
     mixed_step_tokens: int  # exceeded only if many more tokens wait
     bytes_per_image_token: int
