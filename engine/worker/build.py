@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from PIL import Image
+from tqdm import tqdm
 
 from engine.wire.adapters import AdapterRead, ReadAdapter
 from engine.wire.arena import ArenaView
@@ -93,8 +94,9 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     rows = make_rows(loaded, config, pools, hidden_TX, max_blocks)
     graphs = None if captured is None else make_graphs(model, backend, pools, rows, captured, config, max_blocks)
     if graphs is not None:
-        before, num_graphs = free_bytes(device), graphs.capture()
-        logger.info("captured %d graphs, which hold %.2f GiB", num_graphs, (before - free_bytes(device)) / GIB)
+        with phase("capture of graphs"):
+            before, num_graphs = free_bytes(device), graphs.capture()
+        logger.info("%d graphs hold %.2f GiB", num_graphs, (before - free_bytes(device)) / GIB)
     arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch does not support read-only buffers
     staged = staging_bytes(config, max_samples(config, backend.step_sizes), max_blocks)
     images = make_images(loaded, arena)
@@ -117,7 +119,8 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     )
     if device.type == "cuda":
         longest = min(child.runtime.max_model_len, config.max_num_batched_tokens)
-        warm_up_steps(runner, [size for size in step_sizes.mixed if size <= longest])
+        with phase("warm-up of steps"):
+            warm_up_steps(runner, [size for size in step_sizes.mixed if size <= longest])
     ready = WorkerReady(
         rank=rank,
         num_blocks=memory.num_blocks,
@@ -136,16 +139,19 @@ def load(child: Child, model_config: ModelConfig, rank: int, device: torch.devic
     with compiling(child, backend, model_config):
         tp = join_ranks(child, rank, text.hidden_size, dtype, backend)
         tp.warm_up(config.max_num_batched_tokens, text.hidden_size, dtype, device)
-        model = load_model(child, model_config, tp, backend, dtype)
+        with phase("weights"):
+            model = load_model(child, model_config, tp, backend, dtype)
         tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         num_samples = max_samples(config, backend.step_sizes)
         sampling = backend.sampling(num_samples, text.vocab_size)
         sampler = Sampler(sampling, config.max_num_seqs, num_samples, model_config, Path(child.runtime.model_folder), device)
-        sampler.warm_up()
-        if device.type == "cuda" and rank == 0:
-            sampler.rules.load()  # takes seconds that would delay streams later
-        decoder = backend.jpeg_decoder(config.processing_pool_size)
-        warm_up(decoder)
+        with phase("warm-up of sampling"):
+            sampler.warm_up()
+            if device.type == "cuda" and rank == 0:
+                sampler.rules.load()  # takes seconds that would delay streams later
+        with phase("warm-up of the image decoder"):
+            decoder = backend.jpeg_decoder(config.processing_pool_size)
+            warm_up(decoder)
     return Loaded(backend, tp, model, sampling, sampler, decoder, tower_stream, make_adapters(child, model, backend, tower_stream))
 
 
@@ -188,15 +194,23 @@ def make_images(loaded: Loaded, arena: ArenaView) -> ImageCache:
 
 
 @contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Log the time of a phase of the start."""
+    started = time.monotonic()
+    yield
+    logger.info("%s: %.1f s", name, time.monotonic() - started)
+
+
+@contextmanager
 def compiling(child: Child, backend: Backend, config: ModelConfig) -> Iterator[None]:
     """Compile and check kernels in a thread, and wait for it at the end: RuntimeError if that fails."""
-    started, pool = time.monotonic(), ThreadPoolExecutor(1, "compile")
+    pool = ThreadPoolExecutor(1, "compile")
 
     def load() -> None:
         if backend.device.type == "cuda":
             torch.cuda.set_device(backend.device)  # the current device is per thread
-        backend.load(config.text.heads(child.config.tp), config.vision_head_dim)
-        logger.info("kernels are compiled and checked after %.1f s", time.monotonic() - started)
+        with phase("compilation and check of kernels, meanwhile"):
+            backend.load(config.text.heads(child.config.tp), config.vision_head_dim)
 
     loaded = pool.submit(load)
     yield
@@ -210,7 +224,8 @@ def divide_memory(loaded: Loaded, config: EngineConfig, sizes: StepSizes, free: 
     if stream is None:
         plan = plan_host(config, model.cache_spec)
     else:
-        limit, used = min(free, config.gpu_memory or free), measure(model, loaded.backend, loaded.sampling, config, stream, free)
+        with phase("measurement of memory"):
+            limit, used = min(free, config.gpu_memory or free), measure(model, loaded.backend, loaded.sampling, config, stream, free)
         plan = plan_memory(config, model.config, model.cache_spec, sizes, used, limit)
     check_plan(plan, limit)
     logger.info("memory in GiB: %s", ", ".join(map(" ".join, plan.in_gib.items())))
@@ -243,7 +258,6 @@ def join_ranks(child: Child, rank: int, width: int, dtype: torch.dtype, backend:
 
 
 def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> LanguageModel:
-    started = time.monotonic()
     is_dummy = child.config.load_format == "dummy"
     format = decoder_format(child.config, model_config.text)
     cache: set[Format] = {"float8"} if model_config.text.has_float8_cache else set()
@@ -254,14 +268,13 @@ def load_model(child: Child, model_config: ModelConfig, tp: TensorParallel, back
     if is_dummy:
         init_dummy_weights(model, seed=0)
     else:
-        load_weights(model, Path(child.runtime.model_folder), make_progress())
+        load_weights(model, Path(child.runtime.model_folder), make_progress(tp.rank))
         load_cache_scales(model, Path(child.runtime.model_folder))
         if model.config.text.eagle3 is not None:
-            load_eagle3(model, Path(child.runtime.draft_folder), make_progress())
+            load_eagle3(model, Path(child.runtime.draft_folder), make_progress(tp.rank))
     model.finish()
     if model.predictor is not None and backend.runs("float8"):
         model.predictor.round_output_matrix()
-    logger.info("weights are on %s after %.1f s", backend.device, time.monotonic() - started)
     return model
 
 
@@ -274,12 +287,19 @@ def check_formats(backend: Backend, formats: Iterable[Format], dtype: torch.dtyp
             raise ValueError("float8 matrices are multiplied in bfloat16: --dtype float32 needs --backend torch")
 
 
-def make_progress() -> Callable[[int, int], None]:
+def make_progress(rank: int) -> Callable[[int, int], None]:
+    """Return a report of loaded and total bytes: a bar of rank 0 on a terminal, otherwise lines in the log."""
+    bar = tqdm(desc="weights", unit="B", unit_scale=True, unit_divisor=1024, delay=1, disable=None if rank == 0 else True)
     reported = time.monotonic()
 
     def report(done: int, total: int) -> None:
         nonlocal reported
-        if time.monotonic() - reported > 1.0:
+        if not bar.disable:
+            bar.total = total
+            bar.update(done - bar.n)
+            if done == total:
+                bar.close()
+        elif time.monotonic() - reported > 1.0:
             reported = time.monotonic()
             logger.info("loaded %.1f of %.1f GiB", done / GIB, total / GIB)
 
