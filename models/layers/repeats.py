@@ -67,9 +67,11 @@ class Repeats:
         else:
             try:
                 captured = capture(call)
-            except Unsupported as problem:
-                logger.warning("the launches of layers are not repeated: %s", problem)
-                self._is_off, residual.parts_STD = True, parts
+            except (Unsupported, RuntimeError) as problem:  # a full memory may be freed outside a capture
+                if not isinstance(problem, torch.OutOfMemoryError):
+                    logger.warning("launches of layers are not repeated: %s", problem)
+                    self._is_off = True
+                residual.parts_STD = parts
                 call()
                 return
             words = kind.words_of(i, captured.words)
