@@ -1,5 +1,7 @@
 """Attention on Hopper: one kernel for chunks of prompts, another for decode rows and short chunks, a third for a graph of one decode row.
-In a mixed step the first two run concurrently on separate multiprocessors: one is compute-bound, the other memory-bound."""
+In a mixed step the first two run concurrently on separate multiprocessors: one is compute-bound, the other memory-bound.
+
+With keys and values in float8, chunks use a copy of their pages in bfloat16, or the kernel of `portable`, which converts what it reads."""
 
 from collections.abc import Sequence
 
@@ -13,17 +15,19 @@ from models.kernels.paged import EagerAttention, MakeFixed, PagedAttention, Piec
 from models.kernels.work_items import max_token_groups
 
 
-def eager_attention(pools: Sequence[KVPool], num_heads: int) -> EagerAttention:
-    """Return attention for any mix of rows, outside CUDA graphs."""
+def eager_attention(pools: Sequence[KVPool], num_heads: int, portable: EagerAttention | None = None) -> EagerAttention:
+    """Return attention for any mix of rows, outside CUDA graphs. `portable` computes steps with too many pages to copy."""
     prefill, split = PrefillKernel(pools, num_heads), SplitKernel(pools, num_heads)
 
     def make(layout: AttentionLayout) -> PagedAttention:
         num_tokens, num_all = (int(layout.qo_indptr_cpu[row]) for row in (layout.num_prefill_rows, -1))
-        num_short, pieces = num_all - num_tokens, list[Piece]()
+        num_short, num_pages, pieces = num_all - num_tokens, int(layout.page_indptr_cpu[layout.num_prefill_rows]), list[Piece]()
         if num_tokens <= MAX_SPLIT_TOKENS:
             pieces = [Split(split, num_short + max_token_groups(num_tokens, layout.num_prefill_rows, split.group_tokens))]
+        elif portable is not None and num_pages > prefill.most_pages:
+            return portable.make(layout)
         else:
-            pieces = [Prefill(prefill, num_tokens), *([Split(split, num_short, num_tokens)] if num_short else [])]
+            pieces = [Prefill(prefill, num_tokens, num_pages), *([Split(split, num_short, num_tokens)] if num_short else [])]
         return PagedAttention(pools, pieces, len(layout.pages))
 
     return EagerAttention(pools, make)

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 import torch
 
 from models.kernels.heads import Heads, hopper_takes
-from models.kernels.hopper import float8_cache
 from models.kernels.hopper.attention import eager_attention, fixed_attention_factory
 from models.kernels.hopper.compile import NO_HEADS, load_kernels
 from models.kernels.hopper.tuned import SPLIT_COSTS, step_sizes
 from models.kernels.hopper.varlen_attention import HopperVarlen
 from models.kernels.ops import FLOAT8, KVPool
-from models.kernels.paged import AttentionBackend, MakeFixed
+from models.kernels.paged import EagerAttention, MakeFixed
 from models.kernels.triton.backend import PortableBackend
 from models.kernels.triton.launch import num_multiprocessors
 from models.kernels.varlen import VarlenAttention
@@ -40,12 +39,10 @@ class HopperBackend(PortableBackend):
         load_kernels(heads.dim if hopper_takes(heads) else NO_HEADS, vision_head_dim)
         super().load(heads, vision_head_dim)
 
-    def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
+    def attention(self, pools: Sequence[KVPool], num_heads: int) -> EagerAttention:
         if not takes(pools, num_heads):
             return super().attention(pools, num_heads)
-        if pools[0][0].dtype == FLOAT8:
-            return float8_cache.eager_attention(pools, num_heads, self.tiles_of(pools))
-        return eager_attention(pools, num_heads)
+        return eager_attention(pools, num_heads, super().attention(pools, num_heads))
 
     def fixed_attention(
         self, pools: Sequence[KVPool], num_heads: int, max_rows: int, max_blocks: int, is_fusable: bool = True

@@ -10,7 +10,7 @@ from models.kernels.choose import has_jpeg_decoder
 from models.kernels.heads import Heads
 from models.kernels.jpeg import JpegDecoder
 from models.kernels.ops import KVPool, Ops
-from models.kernels.paged import AttentionBackend, MakeFixed
+from models.kernels.paged import EagerAttention, MakeFixed
 from models.kernels.reference.jpeg import PillowDecoder
 from models.kernels.sampling import SamplingOps
 from models.kernels.transfers import Transfers
@@ -46,7 +46,7 @@ class PortableBackend:
     def load(self, heads: Heads, vision_head_dim: int) -> None:
         check_kernels(self, heads.dim, vision_head_dim)
 
-    def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
+    def attention(self, pools: Sequence[KVPool], num_heads: int) -> EagerAttention:
         return eager_attention(pools, num_heads, self.tiles_of(pools))
 
     def fixed_attention(

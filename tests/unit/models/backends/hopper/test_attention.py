@@ -7,11 +7,13 @@ import torch
 
 from engine.worker.staging import Staging
 from models.cache.layout import AttentionLayout
+from models.kernels.ops import KVPool
 from models.kernels.paged import PagedAttention
 from tests.unit.models.backends.hopper.attention_step import Step
 from tests.unit.models.backends.hopper.kernels_in_torch import use_torch_kernels
 
 pytest.importorskip("triton")  # beside the kernels that are replaced
+from models.kernels.hopper import prefill_attention
 from models.kernels.hopper.attention import eager_attention
 from models.kernels.hopper.flash_decoding import Split, SplitKernel
 
@@ -53,6 +55,29 @@ def test_a_plan_is_read_where_it_is(steps: list[Step]) -> None:
         torch.testing.assert_close(backend.run(0, q).double(), expected, rtol=1e-2, atol=1e-2)
         eager.plan(layout)
         torch.testing.assert_close(eager.run(0, q).double(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("most_pages", [200, 2])
+def test_chunks_over_float8_use_a_copy_of_their_pages_if_it_is_large_enough(
+    steps: list[Step], most_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = []
+
+    def copy_pages(pool: KVPool, copies: KVPool, pages: torch.Tensor) -> None:
+        copied.append(pages)
+        for source, target in zip(pool, copies, strict=True):
+            target[: len(pages)] = source[pages.long()].to(target.dtype)
+
+    pool = steps[0].pool[0].to(torch.float8_e4m3fn), steps[0].pool[1].to(torch.float8_e4m3fn)
+    monkeypatch.setattr(prefill_attention, "copy_pages", copy_pages)
+    monkeypatch.setattr(prefill_attention, "COPY_BYTES", most_pages * 4 * pool[0][0].numel())
+    rounded = replace(steps[0], pool=(pool[0].bfloat16(), pool[1].bfloat16()))
+    attention = eager_attention([pool], HEADS[0], portable=eager_attention([rounded.pool], HEADS[0]))
+    layout = rounded.layout.prefill_rows()
+    attention.plan(layout)
+    found = attention.run(0, rounded.q[:83])
+    torch.testing.assert_close(found.double(), rounded.expected()[:83], rtol=1e-2, atol=1e-2)
+    assert [pages.tolist() for pages in copied] == ([layout.pages.tolist()] if most_pages == 200 else [])
 
 
 @pytest.mark.parametrize(
