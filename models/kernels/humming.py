@@ -1,10 +1,11 @@
-"""Products of low-bit integers by the library humming-kernels, which compiles kernels for each shape when it first meets it."""
+"""Products of low-bit matrices by the library humming-kernels, which compiles kernels for each shape when it first meets it."""
 
 import importlib.util
 import json
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,10 @@ from models.weights.layouts import codes_of, packed_columns, packed_rows
 from models.weights.low_bit import STRIPE, LowBit
 from models.weights.matrix import Stored
 
-ROWS, COLUMNS = 64, 128  # multiples of its tiles; the library pads rows
-WHOLE_ROWS = 8  # multiple of rows that it writes
+TILE = 128  # rows and columns are padded to multiples of it, as some of the library's tiles need
+WHOLE = 8  # multiple of rows and columns before that
+LOCKS = 2048  # of tiles whose sums several blocks add up, as the library's own layers have
+TYPES = {"int4": "uint4", "int8": "uint8", "float4": "float4e2m1", "float8": "float8e4m3"}  # by element
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 2048)  # each with the kernel that the library takes for so many; it has 34 for a shape
 SLOTS = (64, 512, 1024, 2048, 4096, 8192, 16_384, 65_536)  # choices of experts, the same
 EVERY = 1 << 30
@@ -63,46 +66,45 @@ def _compiling(config: Any, device: torch.device, is_indexed: bool) -> "tuple[Fu
 
 @dataclass(frozen=True)
 class HummingMatrix:
-    """A matrix (N, K) as humming's kernels read it, or `count` stacked ones: `layer` is its HummingLayer, with `weight`, `weight_scale` and
-    `zero_point`. The rows of a single one are padded to a multiple of ROWS; products are not."""
+    """A matrix (N, K), or `count` stacked ones, as humming's kernels read it: `tensors` are arguments of its launches by name, `config` is
+    the library's description. Rows and columns are padded to a multiple of TILE; inputs and products are not."""
 
     scheme: Scheme
-    layer: Any
+    config: Any
+    tensors: dict[str, torch.Tensor]
     shape: torch.Size
     count: int
 
     @property
     def stored(self) -> tuple[Stored, ...]:
         """All tensors, none of which a checkpoint has."""
-        tensors = self.layer.state_dict().items()
-        if not tensors:
-            raise ValueError("this version of humming-kernels does not name its tensors: weights cannot be replaced in place")
-        return tuple(Stored(name, tensor) for name, tensor in tensors)
+        return tuple(Stored(name, tensor) for name, tensor in self.tensors.items())
 
     @classmethod
     def of(cls, matrix: LowBit, count: int) -> "HummingMatrix":
-        from humming.layer import HummingLayer
+        from humming.schema import HummingWeightSchema
+        from humming.transform import prepare_and_transform_humming_tensors
 
-        scheme, dtype = matrix.scheme, torch.bfloat16
-        kind = {"dtype": f"uint{scheme.bits}", "group_size": scheme.group, "has_zero_point": matrix.zeros is not None}
-        rows, columns = matrix.shape
-        experts = {"num_experts": count} if count > 1 else {}
-        with matrix.codes.device:
-            layer = HummingLayer(
-                shape_n=rows // count, shape_k=columns, weight_config=kind, pad_n_to_multiple=ROWS, torch_dtype=dtype, **experts
-            )
-        stripes = (packed_columns(codes_of(stripe, scheme, matrix.layout), scheme.bits) for stripe in matrix.codes.split(STRIPE))
-        tensors = {"weight": torch.cat(list(stripes)), "weight_scale": matrix.scales.to(dtype)}
-        if matrix.zeros is not None:
-            tensors["zero_point"] = packed_rows(matrix.zeros, scheme.bits)
-        layer.load_from_tensors({name: tensor.unflatten(0, (count, -1)) if experts else tensor for name, tensor in tensors.items()})
-        layer.transform()
-        return cls(scheme, layer, matrix.shape, count)
+        (rows, columns), scheme = matrix.shape, matrix.scheme
+        schema = HummingWeightSchema(
+            b_dtype=TYPES[scheme.element], weight_scale_group_size=scheme.group, has_zero_point=matrix.zeros is not None
+        )
+        config, tensors = prepare_and_transform_humming_tensors(
+            library_tensors(matrix, count), rows // count, columns, schema, num_experts=count if count > 1 else None,
+            pad_n_to_multiple=TILE, pad_k_to_multiple=TILE, torch_dtype=torch.bfloat16, device=matrix.codes.device,
+        )  # fmt: skip
+        return cls(scheme, config, tensors, matrix.shape, count)
 
-    @property
-    def zeros(self) -> torch.Tensor | None:
-        zeros: torch.Tensor | None = self.layer.zero_point if self.scheme.has_zeros else None
-        return zeros
+
+def library_tensors(matrix: LowBit, count: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of `count` stacked matrices by the library's names, before it moves values: codes of consecutive values in words,
+    scales in bfloat16 (float8 and a factor are slower), zero points of consecutive rows in words."""
+    bits, scales = matrix.scheme.bits, matrix.scales if matrix.factors is None else matrix.scales.float() * matrix.factors
+    stripes = [packed_columns(codes_of(stripe, matrix.scheme, matrix.layout), bits) for stripe in matrix.codes.split(STRIPE)]
+    tensors = {"weight": torch.cat(stripes), "weight_scale": scales.to(torch.bfloat16)}
+    if matrix.zeros is not None:
+        tensors["zero_point"] = packed_rows(matrix.zeros, bits)
+    return {name: tensor.unflatten(0, (count, -1)) if count > 1 else tensor for name, tensor in tensors.items()}
 
 
 class Humming(TritonProducts[HummingMatrix]):
@@ -111,8 +113,13 @@ class Humming(TritonProducts[HummingMatrix]):
     has_gemv = False
 
     def __init__(self, matrix: HummingMatrix, count: int = 1) -> None:
+        from humming.ops import launch_kernel
+
         super().__init__(matrix, count)
-        self._compiling = _compiling(matrix.layer.humming_config, matrix.layer.weight.device, count > 1)
+        device = matrix.tensors["weight"].device
+        self._compiling = _compiling(matrix.config, device, count > 1)
+        locks = torch.zeros(LOCKS, dtype=torch.int32, device=device)
+        self._launch: Callable[..., torch.Tensor] = partial(launch_kernel, **matrix.tensors, locks=locks)
 
     @cached_property
     def _kernels(self) -> list[Kernel]:
@@ -120,7 +127,7 @@ class Humming(TritonProducts[HummingMatrix]):
         return [kernel.result() for kernel in self._compiling]
 
     def product_of_many(self, x_TX: Activation, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
-        return self._launch(self._kernels[0], values_of(x_TX), out_TN)
+        return self._launch(configs=self._kernels[0].table, inputs=values_of(x_TX), outputs=out_TN)
 
     def product_f32(self, x_TX: torch.Tensor, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
         product = self.product(x_TX, rows)
@@ -146,24 +153,14 @@ class Humming(TritonProducts[HummingMatrix]):
 
     def _of_choices(self, kernel: Kernel, x: torch.Tensor, blocks: SortedChoices, per_input: int) -> torch.Tensor:
         """Return (S, N), the products of the choices, undefined at a choice of -1. `per_input` choices share each row of x."""
-        lists = {"sorted_ids": blocks.slots, "expert_ids": blocks.experts_B, "num_tokens_padded": blocks.end_1}
-        return self._launch(kernel, x, x.new_empty((len(x) * per_input, self.width // self.count)), **lists, top_k=per_input)
-
-    def _launch(self, kernel: Kernel, x: torch.Tensor, out: torch.Tensor | None, **choices: Any) -> torch.Tensor:
-        from humming.ops import launch_kernel
-
-        layer = self.matrix.layer
-        scales = {"weight_scale": layer.weight_scale, "zero_point": self.matrix.zeros}
-        product: torch.Tensor = launch_kernel(
-            configs=kernel.table, inputs=x, weight=layer.weight, **scales, outputs=out, locks=layer.locks, **choices
-        )
-        return product
+        return self._launch(
+            configs=kernel.table, inputs=x, outputs=x.new_empty((len(x) * per_input, self.width // self.count)), top_k=per_input,
+            sorted_ids=blocks.slots, expert_ids=blocks.experts_B, num_tokens_padded=blocks.end_1,
+        )  # fmt: skip
 
 
 def converted(matrix: LowBit, count: int) -> HummingMatrix | None:
     """Return the matrix in the library's form; None if it is not installed or does not multiply such a matrix. RuntimeError if it cannot
     compile."""
-    rows, columns = matrix.shape
-    whole = WHOLE_ROWS if count == 1 else 2 * COLUMNS  # of experts: gates and up projections of as many values as `down` has columns
-    fits = matrix.scheme.element.startswith("int") and rows // count % whole == 0 and columns % COLUMNS == 0 and matrix.codes.is_cuda
+    fits = matrix.shape[0] // count % WHOLE == 0 and matrix.shape[1] % WHOLE == 0 and matrix.codes.is_cuda
     return HummingMatrix.of(matrix, count) if fits and importlib.util.find_spec("humming") is not None else None

@@ -60,8 +60,8 @@ def test_a_token_is_multiplied_with_norm_gate_and_residual(format: str, shape: t
     assert (residual.sum_TD.float() - expected).norm() < 0.01 * expected.norm()
 
 
-# 8B's qkv; 27B's in_proj and its gates as one matrix, whose rows humming pads; neither kernel's tiles
-MATRICES = [*((format, 6144, 4096) for format in FORMATS), ("int4-g128-zeros", 16_480, 5120), ("int4-g32", 1000, 5120)]
+# 8B's qkv; 27B's in_proj and its gates as one matrix, whose rows humming pads, as it does columns
+MATRICES = [*((format, 6144, 4096) for format in FORMATS), ("int4-g128-zeros", 16_480, 5120), ("int4-g32", 1288, 800)]
 CLASSES = ((1, RowClass.SINGLE), (3, RowClass.FEW), (64, RowClass.FEW), (100, RowClass.SOME), (300, RowClass.SEVERAL), (500, RowClass.MANY))
 
 
@@ -73,7 +73,7 @@ def test_products_are_those_of_plain_torch(format: str, height: int, width: int,
     values_NK = ours.storage.dequantized()
     if is_prepared:
         ours.finish()
-        is_library = importlib.util.find_spec("humming") is not None and format.startswith("int")
+        is_library = importlib.util.find_spec("humming") is not None
         assert isinstance(ours.storage, LowBit) != is_library
     for num_tokens, rows in CLASSES:
         x, start = (torch.randn((num_tokens, size), dtype=torch.bfloat16, device=DEVICE, generator=generator) for size in (width, height))
@@ -92,7 +92,7 @@ def test_products_are_those_of_plain_torch(format: str, height: int, width: int,
 
 EXPERTS = [
     ("int4-g128", 768, False), ("int4-g128-zeros", 512, True), ("int8-g128", 256, False), ("int4-g64", 192, False),
-    ("float4-g16", 768, False),
+    ("float4-g16", 768, False), ("float8-g0", 192, False),
 ]  # fmt: skip
 
 

@@ -3,12 +3,13 @@
 import torch
 
 from models.kernels.hopper.compile import NO_HEADS, load_kernel
-from models.kernels.humming import ROWS, Humming, HummingMatrix
+from models.kernels.humming import Humming, HummingMatrix
 from models.kernels.triton.gemv import Norm
 from models.kernels.triton.low_bit import TritonLowBit
 from models.kernels.triton.moe import weighted_sum
 
 GROUPS = (32, 64, 128)
+ROWS, COLUMNS = 64, 128  # of a tile
 
 
 def _run(
@@ -17,10 +18,10 @@ def _run(
 ) -> torch.Tensor:  # fmt: skip
     """Multiply by the matrix, or by each of several `chosen_K` (int32), of which -1 leaves the result undefined. `is_chosen_early`: the
     previous kernel has not written them."""
-    layer, (norm_weight, eps), kernel = matrix.layer, norm or (None, 0.0), load_kernel("int4_gemv", NO_HEADS)
-    scales = layer.weight_scale.flatten(0, -2)
+    (norm_weight, eps), kernel, tensors = norm or (None, 0.0), load_kernel("int4_gemv", NO_HEADS), matrix.tensors
+    weight, scales, zeros = tensors["weight"], tensors["weight_scale"].flatten(0, -2), tensors.get("zero_point")
     groups = len(scales) // matrix.count
-    kernel.run(x_KX, norm_weight, eps, layer.weight, scales, groups, matrix.zeros, chosen_K, is_chosen_early, out_KN, gated, adds)
+    kernel.run(x_KX, norm_weight, eps, weight, scales, groups, zeros, chosen_K, is_chosen_early, out_KN, gated, adds)
     return out_KN
 
 
@@ -51,4 +52,5 @@ class HopperLowBit(TritonLowBit):
 
 def takes(matrix: HummingMatrix) -> bool:
     """Whether the kernel has its format and both halves of it have whole tiles."""
-    return matrix.scheme.bits == 4 and matrix.scheme.group in GROUPS and matrix.shape[0] // matrix.count % (2 * ROWS) == 0
+    rows, columns = matrix.shape[0] // matrix.count, matrix.shape[1]
+    return matrix.scheme.element == "int4" and matrix.scheme.group in GROUPS and rows % (2 * ROWS) == 0 and columns % COLUMNS == 0

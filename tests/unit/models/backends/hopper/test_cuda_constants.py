@@ -11,8 +11,7 @@ from models.kernels.hopper import compile
 from models.kernels.stream import RowClass
 
 pytest.importorskip("triton")  # beside the kernels
-from models.kernels import humming
-from models.kernels.hopper import attention, few_rows, flash_decoding, float8
+from models.kernels.hopper import attention, few_rows, flash_decoding, float8, int4_gemv
 
 FOLDER = Path(compile.__file__).parent
 
@@ -43,7 +42,7 @@ def test_products_that_the_kernel_of_few_rows_takes() -> None:
 
 
 def test_matrices_that_the_int4_kernel_takes() -> None:
-    assert constant("kRows", "int4_gemv.cu") == humming.ROWS and constant("kChunk", "int4_gemv.cu") == humming.COLUMNS
+    assert constant("kRows", "int4_gemv.cu") == int4_gemv.ROWS and constant("kChunk", "int4_gemv.cu") == int4_gemv.COLUMNS
 
 
 def test_all_sources_are_compiled_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -83,6 +84,24 @@ def test_low_bit_matrices() -> None:
             pairs.append((each.product(Residual(x.clone()).normed(norm, 1e-6), rows), each.swiglu(x, rows), total))
         for found, expected in zip(*pairs, strict=True):
             assert float((found - expected).norm() / expected.norm()) < 1e-4, (format, height, width, num_tokens, rows.name)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("format", GROUPED)
+def test_the_library_gets_the_values_of_low_bit_matrices(format: str, count: int) -> None:
+    """Its layout before it moves values is that of compressed-tensors."""
+    from models.kernels.humming import library_tensors
+
+    matrix = low_bit(format, 64 * count, 256, count).storage
+    if matrix.factors is not None:  # one for each matrix of a checkpoint
+        matrix.factors.mul_(1.5 ** (torch.arange(64 * count) // 32)[:, None])
+    tensors = library_tensors(matrix, count)
+    codes, scales, zeros = (
+        None if (tensor := tensors.get(name)) is None else tensor.flatten(0, int(count > 1))
+        for name in ("weight", "weight_scale", "zero_point")
+    )
+    packed = replace(matrix, scheme=replace(matrix.scheme, layout="packed"), codes=codes, scales=scales, zeros=zeros, factors=None)
+    torch.testing.assert_close(packed.in_format(format).dequantized(), matrix.dequantized(), rtol=2**-8, atol=0)
 
 
 @interpreted(gate=True)
