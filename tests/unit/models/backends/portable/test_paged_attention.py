@@ -87,8 +87,7 @@ def test_keys_and_values_in_float8(tokens: tuple[int, ...]) -> None:
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
-@in_gate
-@interpreted
+@interpreted(gate=True)
 def test_a_fixed_shape() -> None:
     from models.kernels.triton.paged_attention import fixed_attention_factory
 
