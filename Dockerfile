@@ -1,4 +1,4 @@
-# For NVIDIA GPUs. `docker build .` makes the image of the portable backend: any card from compute capability 8.0 on, no CUDA compiler.
+# For NVIDIA GPUs. `docker build .` makes the image of the portable backend: any card from compute capability 8.0 on.
 # `docker build --target hopper .` also has the Hopper kernels, compiled into the package for every published head size; the build needs no GPU.
 # The steps are those of deploy/install.sh, which CI runs without a container. Dependencies have a layer of their own before the engine's
 # wheel, so that a change of the sources neither installs nor pushes them again.
@@ -25,7 +25,8 @@ RUN --mount=type=bind,from=wheel,source=/wheels,target=/tmp/wheels \
     --mount=type=bind,source=deploy/install.sh,target=/tmp/src/deploy/install.sh \
     /tmp/src/deploy/install.sh engine /opt/engine /tmp/wheels
 # Kernels that are not in the package are compiled at run time, in /cache.
-ENV FLASHINFER_WORKSPACE_BASE=/cache HF_HOME=/cache TRITON_CACHE_DIR=/cache/triton PATH=/opt/engine/bin:$PATH
+ENV FLASHINFER_WORKSPACE_BASE=/cache HF_HOME=/cache TRITON_CACHE_DIR=/cache/triton \
+    HUMMING_CACHE_DIR=/cache/humming HUMMING_TMP_DIR=/cache/humming/tmp PATH=/opt/engine/bin:$PATH
 WORKDIR /home/engine
 RUN FLASHINFER_WORKSPACE_BASE=/tmp/kernels python -m models.kernels.hopper.build \
     && rm -r /tmp/kernels /root/.cache && mkdir -p /cache && chown engine /cache
@@ -50,12 +51,13 @@ RUN apt-get update && apt-get install -y --no-install-recommends python3 python3
 RUN --mount=type=bind,source=pyproject.toml,target=/tmp/src/pyproject.toml \
     --mount=type=bind,source=constraints.txt,target=/tmp/src/constraints.txt \
     --mount=type=bind,source=deploy/install.sh,target=/tmp/src/deploy/install.sh \
-    /tmp/src/deploy/install.sh dependencies /opt/engine
+    /tmp/src/deploy/install.sh dependencies /opt/engine cuda
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/tmp/wheels \
     --mount=type=bind,source=deploy/install.sh,target=/tmp/src/deploy/install.sh \
     /tmp/src/deploy/install.sh engine /opt/engine /tmp/wheels
 COPY deploy/healthcheck.py deploy/drain.py /opt/engine/deploy/
-ENV HF_HOME=/cache TRITON_CACHE_DIR=/cache/triton PATH=/opt/engine/bin:$PATH
+ENV HF_HOME=/cache TRITON_CACHE_DIR=/cache/triton HUMMING_CACHE_DIR=/cache/humming HUMMING_TMP_DIR=/cache/humming/tmp \
+    PATH=/opt/engine/bin:$PATH
 WORKDIR /home/engine
 USER 10001
 VOLUME /cache

@@ -18,7 +18,6 @@ from engine.wire.messages import MAX_EARLY_TOKENS
 from models.cache.spec import SPARE_ROWS, CacheSpec
 from models.config.formats import Format, entry_of, final_format
 from models.config.huggingface import read_config
-from models.config.schemes import Scheme
 from models.config.types import ModelConfig, TextConfig
 from models.kernels.step_sizes import StepSizes
 from models.kernels.triton.tuned import STEP_SIZES
@@ -112,7 +111,7 @@ def estimate(model: ModelConfig, config: EngineConfig) -> Used:
     inner = 3 * text.intermediate_size // config.tp
     if text.moe is not None:
         inner = (text.moe.num_experts_per_tok + text.moe.has_shared) * (text.moe.intermediate_size // config.tp + text.hidden_size)
-    step = VALUE_BYTES * (inner + 3 * text.hidden_size) * config.max_num_batched_tokens + dequantized_bytes(config, text)
+    step = VALUE_BYTES * (inner + 3 * text.hidden_size) * config.max_num_batched_tokens
     hidden = VALUE_BYTES * text.head_input_size * max_hidden(config, STEP_SIZES) if text.has_head else 0
     samples = LOGITS_BYTES * max_samples(config, STEP_SIZES) * text.vocab_size
     adapters = config.num_adapter_slots * slot_bytes(model, config.tp, config.max_lora_rank, VALUE_BYTES)
@@ -129,15 +128,6 @@ def gather_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """Peak bytes of the exchange of a step's embeddings by several ranks."""
     of_token = model.num_visual_levels * model.text.hidden_size * VALUE_BYTES
     return 0 if config.tp == 1 or model.vision is None else GATHER_COPIES * config.max_num_encoder_tokens * of_token
-
-
-def dequantized_bytes(config: EngineConfig, text: TextConfig) -> int:
-    """Bytes of the largest matrix that a long step dequantizes: gates and up projections of an MLP or of all experts with a scheme of
-    floats, which humming-kernels does not multiply."""
-    if (scheme := Scheme.parse(decoder_format(config, text))) is None or scheme.element.startswith("int"):
-        return 0
-    inner = text.intermediate_size if text.moe is None else text.moe.num_experts * text.moe.intermediate_size
-    return VALUE_BYTES * 2 * inner * text.hidden_size // config.tp
 
 
 def max_samples(config: EngineConfig, sizes: StepSizes) -> int:
@@ -162,8 +152,8 @@ def step_graph_bytes(model: ModelConfig, sizes: StepSizes, config: EngineConfig,
     num_graphs = len(decodes) * (1 + (config.num_adapter_slots > 0))
     num_graphs += MAX_HEAD_DRAFTS * sum(size <= HEAD_GRAPH_TOKENS for size in decodes) * model.text.has_head
     logits = 2 * 4 * decodes[-1] * model.text.vocab_size  # shared, and of the largest
-    fixed = WORKSPACE_BYTES + dequantized_bytes(config, model.text)
-    return num_graphs * GRAPH_BYTES + logits + fixed + max(0, step - fixed) * decodes[-1] // config.max_num_batched_tokens
+    tensors = WORKSPACE_BYTES + max(0, step - WORKSPACE_BYTES) * decodes[-1] // config.max_num_batched_tokens
+    return num_graphs * GRAPH_BYTES + logits + tensors
 
 
 def plan_memory(config: EngineConfig, model: ModelConfig, spec: CacheSpec, sizes: StepSizes, used: Used, free: int) -> Plan:

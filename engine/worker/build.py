@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from engine.worker.warm_up import warm_up_steps
 from models.cache.states import RowStates, Snapshots
 from models.checkpoint.load import init_dummy_weights, load_cache_scales, load_eagle3, load_weights
 from models.config.formats import Format, entry_of, final_format
+from models.config.schemes import Scheme
 from models.config.types import ModelConfig
 from models.decoders.contract import LanguageModel
 from models.decoders.make import make_model
@@ -283,8 +285,10 @@ def check_formats(backend: Backend, formats: Iterable[Format], dtype: torch.dtyp
     for format in formats:
         if not backend.runs(format):
             raise ValueError(f"{format} needs a GPU of compute capability {'.'.join(map(str, entry_of(format).capability))} or newer")
-        if format == "float8" and dtype == torch.float32 and backend.name != "torch":
-            raise ValueError("float8 matrices are multiplied in bfloat16: --dtype float32 needs --backend torch")
+        if format != "plain" and dtype == torch.float32 and backend.name != "torch":
+            raise ValueError(f"{format} matrices are multiplied in bfloat16: --dtype float32 needs --backend torch")
+        if Scheme.parse(format) is not None and backend.name != "torch" and find_spec("humming") is None:
+            raise ValueError(f'{format} matrices on GPUs need the package humming-kernels: pip install -e ".[cuda]"')
 
 
 def make_progress(rank: int) -> Callable[[int, int], None]:

@@ -73,8 +73,8 @@ FORMATS: Mapping[Format, FormatEntry] = {
         "models.weights.low_bit:LowBitKind",
         {
             "torch": "models.weights.low_bit:TorchLowBit",
-            "portable": "models.kernels.triton.low_bit:TritonLowBit",
-            "hopper": "models.kernels.hopper.int4_gemv:HopperLowBit",
+            "portable": "models.kernels.humming:Humming",
+            "hopper": "models.kernels.hopper.int4_gemv:low_bit_products",
         },
         0,
     ),
@@ -85,8 +85,7 @@ def entry_of(format: Format) -> FormatEntry:
     """Return the line of FORMATS; all low-bit schemes share one line."""
     if (scheme := Scheme.parse(format)) is None:
         return FORMATS[format]
-    oldest = (8, 9) if scheme.element == "float8" else ANY_GPU
-    return replace(FORMATS["low_bit"], value_bytes=scheme.value_bytes, capability=oldest)
+    return replace(FORMATS["low_bit"], value_bytes=scheme.value_bytes)
 
 
 def final_format(format: Format) -> Format:

@@ -25,7 +25,7 @@ class Scheme:
     element: str  # a key of BITS
     group: int = 0  # consecutive values of a row that share a scale; 0: the whole row
     has_zeros: bool = False  # whether a group has a zero point; integers without one are symmetric
-    layout: str = "final"  # layout of the tensors, see `models.weights.layouts`; `final` is that of the kernels
+    layout: str = "final"  # layout of the tensors, see `models.weights.layouts`; `final` is that after loading
 
     def __str__(self) -> str:
         name = f"{self.element}-g{self.group}" + "-zeros" * self.has_zeros
@@ -50,7 +50,7 @@ class Scheme:
     @property
     def value_bytes(self) -> float:
         """Return the bytes of a value with its share of scales and zero points."""
-        return self.bits / 8 + ((2 + self.has_zeros) / self.group if self.group else 0)
+        return self.bits / 8 * (1 + self.has_zeros / self.group) + 2 / self.group if self.group else self.bits / 8
 
 
 class Rule(NamedTuple):

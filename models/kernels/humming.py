@@ -1,6 +1,5 @@
 """Products of low-bit matrices by the library humming-kernels, which compiles kernels for each shape when it first meets it."""
 
-import importlib.util
 import json
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,8 +17,7 @@ from models.kernels.triton.moe import Room, weighted_sum
 from models.kernels.triton.products import TritonProducts, triton_products
 from models.kernels.triton.routing import SortedChoices, route, sort
 from models.kernels.triton.text import swiglu
-from models.weights.layouts import codes_of, packed_columns, packed_rows
-from models.weights.low_bit import STRIPE, LowBit
+from models.weights.low_bit import LowBit
 from models.weights.matrix import Stored
 
 TILE = 128  # rows and columns are padded to multiples of it, as some of the library's tiles need
@@ -27,7 +25,7 @@ WHOLE = 8  # multiple of rows and columns before that
 LOCKS = 2048  # of tiles whose sums several blocks add up, as the library's own layers have
 TYPES = {"int4": "uint4", "int8": "uint8", "float4": "float4e2m1", "float8": "float8e4m3"}  # by element
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 2048)  # each with the kernel that the library takes for so many; it has 34 for a shape
-SLOTS = (64, 512, 1024, 2048, 4096, 8192, 16_384, 65_536)  # choices of experts, the same
+SLOTS = (8, 64, 512, 1024, 2048, 4096, 8192, 16_384, 65_536)  # choices of experts, the same
 EVERY = 1 << 30
 
 _compilers = ThreadPoolExecutor(8, "humming")
@@ -42,21 +40,18 @@ class Kernel(NamedTuple):
 
 
 @cache
-def _compiling(config: Any, device: torch.device, is_indexed: bool) -> "tuple[Future[Kernel], ...]":
+def _compiling(config: Any, device: torch.device, is_indexed: bool, sizes: tuple[int, ...]) -> "tuple[Future[Kernel], ...]":
     """Compile the kernels of equal matrices in the background."""
     from humming.kernel.humming import HummingKernel
     from humming.tune import get_heuristics_config
 
     def compiled(num_slots: int, rows: int, options: dict[str, str], ranges: list[list[Any]]) -> Kernel:
-        with torch.cuda.device(device):
-            table = HummingKernel.prepare_kernels(config.to_str(), json.dumps(options) if options else None, ranges, device)
-        return Kernel(num_slots, rows, table)
+        return Kernel(num_slots, rows, HummingKernel.prepare_kernels(config.to_str(), json.dumps(options), ranges, device))
 
     options = {"gemm_type": "indexed"} if is_indexed else {}
-    sizes = SLOTS if is_indexed else TOKENS
     found = [get_heuristics_config(config, shape_m=size, device=device, **options) for size in sizes]
-    if is_indexed:  # without stream-K, with which rounding would depend on a choice's block: on the order of atomics
-        found = [each | {"use_stream_k": False} for each in found]
+    if is_indexed:  # stream-K only if an expert has one block: rounding would depend on a choice's block, on the order of atomics
+        found = [each | {"use_stream_k": size <= each["block_shape"][0]} for size, each in zip(sizes, found, strict=True)]
     last = [i for i, each in enumerate(found) if i + 1 == len(found) or each != found[i + 1]]  # some are chosen for several numbers
     if is_indexed:
         return tuple(_compilers.submit(compiled, sizes[i], found[i]["block_shape"][0], options, [[0, EVERY, found[i]]]) for i in last)
@@ -82,10 +77,13 @@ class HummingMatrix:
 
     @classmethod
     def of(cls, matrix: LowBit, count: int) -> "HummingMatrix":
+        """ValueError if the library does not multiply such a matrix, RuntimeError if it cannot compile."""
         from humming.schema import HummingWeightSchema
         from humming.transform import prepare_and_transform_humming_tensors
 
         (rows, columns), scheme = matrix.shape, matrix.scheme
+        if rows // count % WHOLE or columns % WHOLE:
+            raise ValueError(f"{scheme} needs multiples of {WHOLE} rows and columns on every GPU, got {rows // count} x {columns} (--tp)")
         schema = HummingWeightSchema(
             b_dtype=TYPES[scheme.element], weight_scale_group_size=scheme.group, has_zero_point=matrix.zeros is not None
         )
@@ -97,29 +95,30 @@ class HummingMatrix:
 
 
 def library_tensors(matrix: LowBit, count: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of `count` stacked matrices by the library's names, before it moves values: codes of consecutive values in words,
-    scales in bfloat16 (float8 and a factor are slower), zero points of consecutive rows in words."""
-    bits, scales = matrix.scheme.bits, matrix.scales if matrix.factors is None else matrix.scales.float() * matrix.factors
-    stripes = [packed_columns(codes_of(stripe, matrix.scheme, matrix.layout), bits) for stripe in matrix.codes.split(STRIPE)]
-    tensors = {"weight": torch.cat(stripes), "weight_scale": scales.to(torch.bfloat16)}
+    """Return the tensors of `count` stacked matrices by the library's names, before it moves values. Scales are in bfloat16: float8 and a
+    factor are slower."""
+    scales = matrix.scales if matrix.factors is None else matrix.scales.float() * matrix.factors
+    tensors = {"weight": matrix.codes, "weight_scale": scales.to(torch.bfloat16)}
     if matrix.zeros is not None:
-        tensors["zero_point"] = packed_rows(matrix.zeros, bits)
+        tensors["zero_point"] = matrix.zeros
     return {name: tensor.unflatten(0, (count, -1)) if count > 1 else tensor for name, tensor in tensors.items()}
 
 
-class Humming(TritonProducts[HummingMatrix]):
-    """See `TritonProducts`. Experts are multiplied by the library's indexed kernels."""
+class Humming(TritonProducts[Any]):
+    """See `TritonProducts`. `finished` converts the LowBit matrix to a HummingMatrix; before, there are no products. Experts are multiplied
+    by the library's indexed kernels."""
 
     has_gemv = False
 
-    def __init__(self, matrix: HummingMatrix, count: int = 1) -> None:
+    def finished(self) -> "Humming":
         from humming.ops import launch_kernel
 
-        super().__init__(matrix, count)
-        device = matrix.tensors["weight"].device
-        self._compiling = _compiling(matrix.config, device, count > 1)
+        self.matrix = HummingMatrix.of(self.matrix, self.count)
+        device, sizes = self.matrix.tensors["weight"].device, SLOTS[self.has_gemv :] if self.count > 1 else TOKENS
+        self._compiling = _compiling(self.matrix.config, device, self.count > 1, sizes)
         locks = torch.zeros(LOCKS, dtype=torch.int32, device=device)
-        self._launch: Callable[..., torch.Tensor] = partial(launch_kernel, **matrix.tensors, locks=locks)
+        self._launch: Callable[..., torch.Tensor] = partial(launch_kernel, **self.matrix.tensors, locks=locks)
+        return self
 
     @cached_property
     def _kernels(self) -> list[Kernel]:
@@ -157,10 +156,3 @@ class Humming(TritonProducts[HummingMatrix]):
             configs=kernel.table, inputs=x, outputs=x.new_empty((len(x) * per_input, self.width // self.count)), top_k=per_input,
             sorted_ids=blocks.slots, expert_ids=blocks.experts_B, num_tokens_padded=blocks.end_1,
         )  # fmt: skip
-
-
-def converted(matrix: LowBit, count: int) -> HummingMatrix | None:
-    """Return the matrix in the library's form; None if it is not installed or does not multiply such a matrix. RuntimeError if it cannot
-    compile."""
-    fits = matrix.shape[0] // count % WHOLE == 0 and matrix.shape[1] % WHOLE == 0 and matrix.codes.is_cuda
-    return HummingMatrix.of(matrix, count) if fits and importlib.util.find_spec("humming") is not None else None

@@ -1,4 +1,4 @@
-"""Layouts of the tensors of a `Scheme` in checkpoints, and the layout for kernels.
+"""Layouts of the tensors of a `Scheme` in checkpoints, and the layout after loading.
 
 AWQ, GPTQ: AutoAWQ's `WQLinear_GEMM` and AutoGPTQ's `QuantLinear`; the others: compressed-tensors and ModelOpt.
 """
@@ -9,22 +9,19 @@ from typing import Literal
 
 import torch
 
-from models.config.schemes import Scheme
-
 WORD = 32  # bits
-MAX_RUN = 16  # words
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # column i of eight is value AWQ_ORDER[i] of the word
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Suffixes of tensors and their packing: words of consecutive values of a row ("columns"), of consecutive rows ("rows"), bytes of two
-    values of a row ("pairs"), single values, or runs (see `run_of`)."""
+    """Suffixes of tensors and their packing: words of consecutive values of a row ("columns") or of consecutive rows ("rows"), bytes of two
+    values of a row ("pairs"), or single values."""
 
     codes: str
     scales: str
-    packing: Literal["columns", "rows", "pairs", "values", "runs"]
-    zeros: str = ""  # packed by rows, except for runs
+    packing: Literal["columns", "rows", "pairs", "values"]
+    zeros: str = ""  # packed by rows
     factors: str = ""  # one factor of the whole matrix for all scales
     is_transposed: bool = False
     order: tuple[int, ...] = ()  # order of values that are packed by rows
@@ -35,7 +32,7 @@ class Layout:
 
 FINAL = "final"
 LAYOUTS: Mapping[str, Layout] = {
-    FINAL: Layout(".codes", ".scales", "runs", ".zeros", ".factors"),
+    FINAL: Layout(".codes", ".scales", "columns", ".zeros", ".factors"),
     "packed": Layout(".weight_packed", ".weight_scale", "columns", ".weight_zero_point"),
     "awq": Layout(".qweight", ".scales", "rows", ".qzeros", is_transposed=True, order=AWQ_ORDER),
     "gptq": Layout(".qweight", ".scales", "columns", ".qzeros", is_transposed=True, zero_offset=1),
@@ -48,29 +45,9 @@ LAYOUTS: Mapping[str, Layout] = {
 }
 
 
-def run_of(scheme: Scheme, columns: int) -> int:
-    """Return the words of a run. The first values of a run's words are consecutive in the row, then the second ones follow, and so on. All
-    share a scale, so that kernels apply it once per word and read consecutive inputs."""
-    words = WORD // scheme.bits
-    run = min(MAX_RUN, max(1, scheme.group // words) if scheme.group else MAX_RUN)
-    while columns % (run * words):
-        run //= 2
-    return run
-
-
-def codes_of(tensor: torch.Tensor, scheme: Scheme, layout: Layout) -> torch.Tensor:
-    """Unpack codes, or zero points packed by rows, to (N, K) uint8."""
-    if layout.packing == "values":
-        return tensor.view(torch.uint8)
-    if layout.packing == "pairs":
-        return torch.stack((tensor & 15, tensor >> 4), 2).flatten(1)
-    if layout.packing == "rows":
-        return unpacked_rows(tensor, scheme.bits, layout.order)
-    values = _shifted(tensor[:, :, None], scheme.bits)
-    if layout.packing == "columns":
-        return values.flatten(1)
-    run = run_of(scheme, tensor.shape[1] * WORD // scheme.bits)
-    return values.unflatten(1, (-1, run)).transpose(2, 3).flatten(1)
+def unpacked_columns(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unpack words (N, K / P) of P consecutive values to (N, K) uint8."""
+    return _shifted(words[:, :, None], bits).flatten(1)
 
 
 def unpacked_rows(tensor: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
@@ -82,12 +59,6 @@ def unpacked_rows(tensor: torch.Tensor, bits: int, order: tuple[int, ...] = ()) 
 def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
     shifts = torch.arange(0, WORD, bits, dtype=torch.int32, device=words.device)
     return ((words >> shifts) & ((1 << bits) - 1)).to(torch.uint8)
-
-
-def in_runs(codes_NK: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Pack (N, K) uint8 to words (N, K / P) of runs."""
-    run, words = run_of(scheme, codes_NK.shape[1]), WORD // scheme.bits
-    return packed_columns(codes_NK.unflatten(1, (-1, words, run)).transpose(2, 3).flatten(1), scheme.bits)
 
 
 def packed_columns(codes_NK: torch.Tensor, bits: int) -> torch.Tensor:

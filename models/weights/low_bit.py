@@ -8,7 +8,7 @@ import torch
 from models.config.formats import Format
 from models.config.schemes import NVFP4_GROUP, Scheme
 from models.kernels.reference.products import TorchProducts
-from models.weights.layouts import FINAL, LAYOUTS, WORD, Layout, codes_of, in_runs, unpacked_rows
+from models.weights.layouts import FINAL, LAYOUTS, WORD, Layout, packed_columns, packed_rows, unpacked_columns, unpacked_rows
 from models.weights.matrix import WHOLE, Stored
 
 STRIPE = 1 << 12  # rows converted at a time
@@ -19,8 +19,8 @@ FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of e2m1
 class LowBit:
     """See `Storage`: value = (code - zero point) * scale * factor.
 
-    codes: in the final layout int32 (N, K / P), see `run_of`. scales: (N, K / group). zeros: uint8 of the shape of
-    scales, or None. factors: float32 (N, 1), or None. Other layouts: as `layout` says, or transposed if it is.
+    codes: in the final layout int32 (N, K / P). scales: (N, K / group). zeros: int32 (N / P, K / group), or None. factors: float32 (N, 1),
+    or None. Other layouts: as `layout` says, or transposed if it is.
     """
 
     scheme: Scheme
@@ -50,7 +50,7 @@ class LowBit:
             Stored(layout.scales, self.scales, (1, group), per, layout.scalar_shape if is_single else None),
         ]
         if self.zeros is not None:
-            tensors.append(Stored(layout.zeros, self.zeros, (1 if self.scheme.layout == FINAL else packed, group), per))
+            tensors.append(Stored(layout.zeros, self.zeros, (packed, group), per))
         if self.factors is not None:
             tensors.append(Stored(layout.factors, self.factors, (1, WHOLE), per, layout.scalar_shape))
         return tuple(tensors)
@@ -69,41 +69,38 @@ class LowBit:
         device = self.codes.device
         for stripe in self.codes.split(STRIPE):
             if self.scheme.element == "float8":
-                values = torch.empty(stripe.shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
-                stripe.copy_(values.to(torch.float8_e4m3fn)) if stripe.dtype != torch.int32 else stripe.fill_(0x38B830B0)
-            elif stripe.dtype == torch.uint8:
-                stripe.random_(0, 256, generator=generator)
+                values = stripe.view(torch.float8_e4m3fn)
+                values.copy_(torch.empty(values.shape, dtype=torch.bfloat16, device=device).normal_(generator=generator))
             else:
-                stripe.random_(-(1 << 31), (1 << 31) - 1, generator=generator)
+                stripe.view(torch.uint8).random_(0, 256, generator=generator)
         spread = {"int4": 4.6, "int8": 74.0, "float4": 2.8, "float8": 1.0}[self.scheme.element]
         self.scales.fill_(1.0 if self.factors is not None else std / spread)
         if self.factors is not None:
             self.factors.fill_(spread / std if self.layout.divides else std / spread)
         if self.zeros is not None:
             middle = sum((self.middle - self.layout.zero_offset) << bit for bit in range(0, WORD, self.scheme.bits))
-            self.zeros.fill_(self.middle if self.zeros.dtype == torch.uint8 else middle - (1 << WORD) if middle >> (WORD - 1) else middle)
+            self.zeros.fill_(middle - (1 << WORD) if middle >> (WORD - 1) else middle)
 
     def in_format(self, format: Format) -> "LowBit":
         """Return the matrix in the final layout."""
         if self.scheme.layout == FINAL:
             return self
-        zeros = None if self.zeros is None else unpacked_rows(self.zeros, self.scheme.bits, self.layout.order)
-        if zeros is not None:
-            zeros = zeros + self.layout.zero_offset & (1 << self.scheme.bits) - 1  # GPTQ stores a zero point of 0 as -1
-        factors, scales = self.factors, self.scales
-        if scales.dtype == torch.float8_e4m3fn:
-            scales = scales.to(torch.bfloat16)  # exactly; GPUs before 8.9 do not read float8
-        if factors is not None and self.layout.divides:
+        bits, layout, factors, zeros, codes = self.scheme.bits, self.layout, self.factors, self.zeros, self.codes
+        if zeros is not None and (layout.order or layout.zero_offset):
+            zeros = unpacked_rows(zeros, bits, layout.order) + layout.zero_offset & (1 << bits) - 1  # GPTQ stores a zero point of 0 as -1
+            zeros = packed_rows(zeros, bits)
+        if factors is not None and layout.divides:
             factors = factors.reciprocal()
-        height = self.shape[0] // len(self.codes)
-        stripes = [in_runs(codes_of(stripe, self.scheme, self.layout), self.scheme) for stripe in self.codes.split(STRIPE // height)]
-        return LowBit(self.scheme.final, self.shape, torch.cat(stripes), scales, zeros, factors)
+        if layout.packing == "rows":
+            stripes = (unpacked_rows(each, bits, layout.order) for each in codes.split(STRIPE * bits // WORD))
+            codes = torch.cat([packed_columns(each, bits) for each in stripes])
+        return LowBit(self.scheme.final, self.shape, codes.view(torch.int32), self.scales, zeros, factors)
 
     def dequantized(self) -> torch.Tensor:
         """Return (N, K) in float32, of the final layout."""
-        codes_NK, groups = codes_of(self.codes, self.scheme, self.layout), self.scales.shape[1]
+        codes_NK, groups = unpacked_columns(self.codes, self.scheme.bits), self.scales.shape[1]
         values = _values(codes_NK, self.scheme.element).unflatten(1, (groups, -1))
-        values = values - (self.middle if self.zeros is None else self.zeros[:, :, None].float())
+        values = values - (self.middle if self.zeros is None else unpacked_rows(self.zeros, self.scheme.bits)[:, :, None].float())
         values = values * self.scales.float()[:, :, None]
         return (values if self.factors is None else values * self.factors[:, :, None]).flatten(1)
 
@@ -133,7 +130,7 @@ class LowBitKind:
     def empty(self, rows: int, columns: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> LowBit:
         self.check(columns, (rows,))
         scheme, layout = self.scheme, LAYOUTS[self.scheme.layout]
-        packed, groups, is_final = WORD // scheme.bits, columns // scheme.group if scheme.group else 1, scheme.layout == FINAL
+        packed, groups = WORD // scheme.bits, columns // scheme.group if scheme.group else 1
         shape, kind = {
             "rows": ((rows // packed, columns), torch.int32),
             "pairs": ((rows, columns // 2), torch.uint8),
@@ -141,8 +138,8 @@ class LowBitKind:
         }.get(layout.packing, ((rows, columns // packed), torch.int32))
         scale_dtype = torch.float16 if layout.is_transposed and dtype.itemsize == 2 else dtype  # as AWQ and GPTQ have them
         if scheme.group == NVFP4_GROUP:
-            scale_dtype = torch.bfloat16 if is_final else torch.float8_e4m3fn
-        zeros = torch.empty((rows if is_final else rows // packed, groups), dtype=torch.uint8 if is_final else torch.int32, device=device)
+            scale_dtype = torch.float8_e4m3fn
+        zeros = torch.empty((rows // packed, groups), dtype=torch.int32, device=device)
         return LowBit(
             scheme,
             torch.Size((rows, columns)),

@@ -1,6 +1,5 @@
-"""Products of low-bit matrices at the sizes of 8B on one GPU, by our kernels and by humming-kernels, against plain torch."""
+"""Products of low-bit matrices at the sizes of 8B on one GPU, by humming-kernels and our kernel of one token, against plain torch."""
 
-import importlib.util
 import itertools
 from dataclasses import replace
 
@@ -13,7 +12,6 @@ from models.kernels.ops import Experts
 from models.kernels.reference.moe import sparse_swiglu as torch_sparse_swiglu
 from models.kernels.reference.ops import TorchOps
 from models.kernels.stream import Residual, RowClass
-from models.weights.low_bit import LowBit
 from models.weights.matrix import Matrix, Place
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
@@ -26,9 +24,10 @@ FORMATS = ("int4-g128", "int4-g32-zeros", "int4-g0", "int8-g0", "float8-g0", "fl
 def random_matrix(rows: int, columns: int, format: str, generator: torch.Generator, backend: str = BACKEND, count: int = 1) -> Matrix:
     matrix = Matrix.empty(rows, columns, MatrixFormat(format, format), Place(backend, DEVICE, torch.bfloat16), count)
     matrix.storage.fill_normal_(columns**-0.5, generator)
-    matrix.storage.scales.mul_(torch.empty(matrix.storage.scales.shape, device=DEVICE).uniform_(0.5, 2, generator=generator))
+    spread = torch.empty(matrix.storage.scales.shape, device=DEVICE).uniform_(0.5, 2, generator=generator)
+    matrix.storage.scales.copy_(matrix.storage.scales.float() * spread)
     if matrix.storage.zeros is not None:
-        matrix.storage.zeros.random_(0, 16, generator=generator)
+        matrix.storage.zeros.random_(-(1 << 31), (1 << 31) - 1, generator=generator)
     return matrix
 
 
@@ -65,16 +64,12 @@ MATRICES = [*((format, 6144, 4096) for format in FORMATS), ("int4-g128-zeros", 1
 CLASSES = ((1, RowClass.SINGLE), (3, RowClass.FEW), (64, RowClass.FEW), (100, RowClass.SOME), (300, RowClass.SEVERAL), (500, RowClass.MANY))
 
 
-@pytest.mark.parametrize("is_prepared", [False, True])
 @pytest.mark.parametrize("format, height, width", MATRICES)
-def test_products_are_those_of_plain_torch(format: str, height: int, width: int, is_prepared: bool) -> None:
+def test_products_are_those_of_plain_torch(format: str, height: int, width: int) -> None:
     generator = torch.Generator(DEVICE).manual_seed(1)
     ours = random_matrix(height, width, format, generator, "portable")
     values_NK = ours.storage.dequantized()
-    if is_prepared:
-        ours.finish()
-        is_library = importlib.util.find_spec("humming") is not None
-        assert isinstance(ours.storage, LowBit) != is_library
+    ours.finish()
     for num_tokens, rows in CLASSES:
         x, start = (torch.randn((num_tokens, size), dtype=torch.bfloat16, device=DEVICE, generator=generator) for size in (width, height))
         expected, residual = x.float() @ values_NK.t(), Residual(start.clone())

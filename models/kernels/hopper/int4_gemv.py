@@ -5,8 +5,8 @@ import torch
 from models.kernels.hopper.compile import NO_HEADS, load_kernel
 from models.kernels.humming import Humming, HummingMatrix
 from models.kernels.triton.gemv import Norm
-from models.kernels.triton.low_bit import TritonLowBit
 from models.kernels.triton.moe import weighted_sum
+from models.weights.low_bit import LowBit
 
 GROUPS = (32, 64, 128)
 ROWS, COLUMNS = 64, 128  # of a tile
@@ -43,14 +43,8 @@ class HopperInt4(Humming):
         weighted_sum(parts_KD, chosen_K[None], weights_K[None], out_1D, adds)
 
 
-class HopperLowBit(TritonLowBit):
-    """See `TritonLowBit`."""
-
-    def by_library(self, matrix: HummingMatrix) -> Humming:
-        return HopperInt4(matrix, self.count) if takes(matrix) else super().by_library(matrix)
-
-
-def takes(matrix: HummingMatrix) -> bool:
-    """Whether the kernel has its format and both halves of it have whole tiles."""
-    rows, columns = matrix.shape[0] // matrix.count, matrix.shape[1]
-    return matrix.scheme.element == "int4" and matrix.scheme.group in GROUPS and rows % (2 * ROWS) == 0 and columns % COLUMNS == 0
+def low_bit_products(matrix: LowBit, count: int) -> Humming:
+    """Return the products of a low-bit matrix, with our kernel if that has its format and both halves of it have whole tiles."""
+    (rows, columns), scheme = matrix.shape, matrix.scheme
+    fits = scheme.element == "int4" and scheme.group in GROUPS and rows // count % (2 * ROWS) == 0 and columns % COLUMNS == 0
+    return (HopperInt4 if fits else Humming)(matrix, count)

@@ -10,6 +10,7 @@ import torch.distributed
 
 from engine.wire.child import Child
 from engine.wire.config import EngineConfig
+from engine.worker import build
 from engine.worker.build import load_model
 from engine.worker.failure import explain
 from engine.worker.staging import Staging, staged_bytes
@@ -45,16 +46,20 @@ class OtherBackend(TorchBackend):
     name = "portable"
 
 
-def test_float8_is_refused_where_it_does_not_run(child: Child, config: ModelConfig) -> None:
-    mixed = replace(config, text=replace(config.text, rules=(Rule(".*mlp.*", "float8"),)))
+def test_formats_are_refused_where_they_do_not_run(child: Child, config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed, low_bit = (replace(config, text=replace(config.text, rules=(Rule(".*mlp.*", format),))) for format in ("float8", "int4-g32-awq"))
+    monkeypatch.setattr(build, "find_spec", lambda name: None)
     for model, quantization, backend, words in (
         (config, "fp8", OldBackend, r"compute capability 8\.9"),
         (mixed, None, OldBackend, r"compute capability 8\.9"),
         (mixed, None, OtherBackend, "--dtype float32 needs --backend torch"),
+        (low_bit, None, OtherBackend, "int4-g32 matrices are multiplied in bfloat16"),
     ):
         child.config = EngineConfig(load_format="dummy", quantization=quantization)
         with pytest.raises(ValueError, match=words):
             load_model(child, model, TensorParallel.single(), backend(torch.device("cpu")), torch.float32)
+    with pytest.raises(ValueError, match=r'need the package humming-kernels: pip install -e "\.\[cuda\]"'):
+        load_model(child, low_bit, TensorParallel.single(), OtherBackend(torch.device("cpu")), torch.bfloat16)
 
 
 CASES = [

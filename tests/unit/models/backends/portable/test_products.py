@@ -2,7 +2,6 @@
 
 import itertools
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,6 +21,7 @@ from models.parallel.group import TensorParallel
 from models.weights.float8 import GroupScaled
 from models.weights.matrix import Matrix, Place, Products, products_of
 from tests.unit.models.backends.portable.interpreter import interpreted
+from tests.unit.models.backends.portable.library import library as library
 
 ROOT, CPU, SINGLE = Path(__file__).parents[5], torch.device("cpu"), TensorParallel.single()
 
@@ -62,49 +62,33 @@ def low_bit(format: str, rows: int, columns: int, count: int = 1) -> Matrix:
     made.storage.fill_normal_(columns**-0.5, torch.Generator().manual_seed(1))
     made.storage.scales.copy_(made.storage.scales.float() * (0.5 + torch.rand(made.storage.scales.shape)))
     if made.storage.zeros is not None:
-        made.storage.zeros.random_(5, 11)
+        made.storage.zeros.random_(-(1 << 31), (1 << 31) - 1)
     return made
 
 
 @interpreted(gate=True)
+@pytest.mark.usefixtures("library")
 def test_low_bit_matrices() -> None:
     torch.manual_seed(0)
-    classes = ((1, RowClass.SINGLE), (5, RowClass.FEW), (20, RowClass.SOME), (20, RowClass.MANY))
-    cases = [(format, 128, 512, *each) for format, each in itertools.product(GROUPED, classes)]
-    without_tiles = (("int4-g32-zeros", 40, 512), ("int4-g32", 128, 576), ("int8-g0", 24, 128), ("float4-g16", 128, 192))
-    cases += [(*matrix, *each) for matrix, each in itertools.product(without_tiles, classes[:2])]
-    for format, height, width, num_tokens, rows in cases:
-        norm = torch.rand(width) + 0.5
-        ours, x, start = low_bit(format, height, width), torch.randn(num_tokens, width), torch.randn(num_tokens, height)
+    sizes = [(format, 128, 512) for format in GROUPED] + [("int4-g32-zeros", 40, 512), ("int8-g0", 24, 72), ("float4-g16", 128, 48)]
+    for (format, height, width), num_tokens in itertools.product(sizes, (1, 5)):
+        norm, rows, ours = torch.rand(width) + 0.5, RowClass.of(num_tokens), low_bit(format, height, width)
+        if ours.storage.factors is not None:  # several matrices are one
+            ours.storage.factors[: height // 2] *= 1.5
+        x, start, plain = torch.randn(num_tokens, width), torch.randn(num_tokens, height), reference(ours)
+        ours.finish()
         pairs = []
-        for each in (ours.products, reference(ours)):
+        for each in (ours.products, plain):
             added = Residual(start.clone())
             each.add_to(added, x, rows)
             total = added.sum_TD + (0 if added.parts_STD is None else added.parts_STD.sum(0))
             pairs.append((each.product(Residual(x.clone()).normed(norm, 1e-6), rows), each.swiglu(x, rows), total))
         for found, expected in zip(*pairs, strict=True):
-            assert float((found - expected).norm() / expected.norm()) < 1e-4, (format, height, width, num_tokens, rows.name)
-
-
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("format", GROUPED)
-def test_the_library_gets_the_values_of_low_bit_matrices(format: str, count: int) -> None:
-    """Its layout before it moves values is that of compressed-tensors."""
-    from models.kernels.humming import library_tensors
-
-    matrix = low_bit(format, 64 * count, 256, count).storage
-    if matrix.factors is not None:  # one for each matrix of a checkpoint
-        matrix.factors.mul_(1.5 ** (torch.arange(64 * count) // 32)[:, None])
-    tensors = library_tensors(matrix, count)
-    codes, scales, zeros = (
-        None if (tensor := tensors.get(name)) is None else tensor.flatten(0, int(count > 1))
-        for name in ("weight", "weight_scale", "zero_point")
-    )
-    packed = replace(matrix, scheme=replace(matrix.scheme, layout="packed"), codes=codes, scales=scales, zeros=zeros, factors=None)
-    torch.testing.assert_close(packed.in_format(format).dequantized(), matrix.dequantized(), rtol=2**-8, atol=0)
+            assert float((found - expected).norm() / expected.norm()) < 0.01, (format, height, width, num_tokens)
 
 
 @interpreted(gate=True)
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("format", ["int4-g32", "int8-g64-zeros", "float4-g16"])
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_low_bit_experts(format: str, num_tokens: int) -> None:
@@ -113,12 +97,31 @@ def test_low_bit_experts(format: str, num_tokens: int) -> None:
     torch.manual_seed(0)
     experts = Experts(torch.randn(4, 128), low_bit(format, 4 * 2 * 64, 128, 4), low_bit(format, 4 * 128, 64, 4), 0, 4, 4, 2)
     x, norm, rows = torch.randn(num_tokens, 128), torch.ones(128), RowClass.of(num_tokens)
-    found = TritonOps().sparse_swiglu(Residual(x.clone()).normed(norm, 1e-6), experts, rows, None).sum(0)
     expected = torch_sparse_swiglu(rms_norm(x, norm, 1e-6), experts, None).sum(0)
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    for matrix in (experts.gate_up, experts.down):
+        matrix.finish()
+    found = TritonOps().sparse_swiglu(Residual(x.clone()).normed(norm, 1e-6), experts, rows, None).sum(0)
+    assert float((found - expected).norm() / expected.norm()) < 0.01
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize(("count", "expected"), [(1, [True]), (4, [True, False])])
+def test_experts_of_several_tokens_have_no_stream_k(count: int, expected: list[bool]) -> None:
+    """Red if a choice's rounding depends on its place among an expert's blocks, which varies."""
+    matrix = low_bit("int4-g32", count * 64, 128, count)
+    matrix.finish()
+    assert len(matrix.products._kernels) == len(expected)
+    assert [settings["use_stream_k"] for _, _, settings in matrix.storage.config.kernels] == expected
+
+
+@pytest.mark.usefixtures("library")
+def test_sizes_that_the_library_lacks_are_refused() -> None:
+    with pytest.raises(ValueError, match="int8-g0 needs multiples of 8 rows and columns on every GPU, got 4 x 64"):
+        low_bit("int8-g0", 4, 64).finish()
 
 
 @interpreted(gate=True)
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize(("format", "limit"), [("plain", 8), ("float8", 10), ("int4-g128", 10), ("plain-adapted", 10)])
 def test_an_output_projection_runs_few_files(format: str, limit: int) -> None:
     """`decoder.py`, which calls it, and the files of functions that run up to the launch."""
@@ -129,6 +132,7 @@ def test_an_output_projection_runs_few_files(format: str, limit: int) -> None:
     layer = RowParallelLinear(256, 256, MatrixFormat(stored, stored), setup)
     x, residual = torch.randn(1, 256), Residual(torch.randn(1, 256))
     layer.weight.storage.fill_normal_(0.1, torch.Generator())
+    layer.weight.finish()
     if adapted:
         steps, low_rank = StepSlots(), make_low_rank(2, 16, 256, ((0, 256, 0),), CPU, torch.float32)
         layer.weight.bind(AdaptedProducts(layer.weight.products, low_rank, steps, setup.ops, TritonLowRank()))

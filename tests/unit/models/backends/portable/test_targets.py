@@ -14,10 +14,8 @@ import torch
 from engine.wire.params import SamplingParams
 from engine.worker.sampling.samples import samples_of
 from models.config.formats import MatrixFormat
-from models.config.schemes import Scheme
 from models.kernels.ops import NewHeads
 from models.weights.float8 import BlockScaled, GroupScaled
-from models.weights.low_bit import LowBit
 from models.weights.matrix import Matrix, Place
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
@@ -162,25 +160,11 @@ def launch_experts(capability: int, is_float8: bool) -> None:
             down.expert_sum(inner, choices.experts_TK[0], choices.weights_TK[0], bf16(1, 512), adds=True)
 
 
-def launch_low_bit(element: str) -> None:
+def launch_low_bit() -> None:
+    """Launch the kernels around the products of a library."""
     from models.kernels.ops import Experts
-    from models.kernels.triton import low_bit, moe, routing
-    from models.weights.low_bit import LowBitKind
+    from models.kernels.triton import moe, routing
 
-    def matrix(rows: int, columns: int, group: int = 0, has_zeros: bool = False) -> LowBit:
-        return LowBitKind(Scheme(element, group, has_zeros)).empty(rows, columns, torch.device("cpu"))
-
-    norm, group = (bf16(4096), 1e-6), 16 if element == "float4" else 128
-    low_bit.gemv(bf16(1, 4096), matrix(24_576, 4096, group), bf16(1, 12_288), norm, gated=True)
-    low_bit.dequantize(matrix(4096, 4096, group), torch.bfloat16)
-    for num_tokens in (2, 64, 128) if element == "int4" else (64,):
-        low_bit.multiply(bf16(num_tokens, 4096), matrix(4096, 4096, group), torch.zeros(4, num_tokens, 4096))
-    if element != "int4":
-        return
-    low_bit.gemv(bf16(1, 4096), matrix(4096, 4096, group, has_zeros=True), bf16(1, 4096), adds=True)
-    chosen = torch.zeros(8, dtype=torch.int64)
-    gate_up, down = (low_bit.TritonLowBit(matrix(4 * n, k, group), 4) for n, k in ((1536, 2048), (2048, 768)))
-    down.expert_sum(gate_up.expert_swiglu(bf16(1, 2048), chosen), chosen, bf16(8), bf16(1, 2048), adds=True)
     nothing = Matrix.of(bf16(1, 2048), "portable")
     stacked = Experts(bf16(128, 2048), nothing, nothing, 0, 128, 128, 8)
     choices = routing.route(bf16(64, 128), stacked, None, counted=True)
@@ -282,8 +266,7 @@ def launch_all(capability: int) -> None:
     launch_hybrid()
     launch_lora()
     launch_experts(capability, is_float8=False)
-    for element in ("int4", "int8", "float4", *(["float8"] if capability >= FLOAT8_FROM else [])):
-        launch_low_bit(element)
+    launch_low_bit()
     if capability >= FLOAT8_FROM:
         launch_float8()
         launch_experts(capability, is_float8=True)
