@@ -92,8 +92,9 @@ class Child:
         faulthandler.register(DUMP_SIGNAL, all_threads=True)
         return cls(role, runtime)
 
-    def arena_view(self, arena: int, writable: bool = False) -> ArenaView:
-        return ArenaView(self.runtime.arena_fds[arena], self.arena_size(arena), writable, populate=True)
+    def arena_view(self, arena: int) -> ArenaView:
+        """Map an arena read-only."""
+        return ArenaView(self.runtime.arena_fds[arena], self.arena_size(arena), populate=True)
 
     def arena_size(self, arena: int) -> int:
         size = {API_ARENA: self.config.api_arena_bytes, PROCESSOR_ARENA: self.config.processor_arena_bytes}[arena]

@@ -6,12 +6,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,7 @@ from models.parallel.symmetric import SymmetricSums, peers_are_mapped
 logger = logging.getLogger(__name__)
 
 INT64 = 8
+Result = TypeVar("Result")
 Handlers = dict[type, Callable[[Any], object]]
 STAGED_PER_TOKEN = 9 * INT64  # id, three positions, slot, adapter; for a scored token also index, target, scored flag
 WARM_UP_SIZE = (1280, 720)
@@ -99,7 +101,7 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
         with phase("capture of graphs"):
             before, num_graphs = free_bytes(device), graphs.capture()
         logger.info("%d graphs hold %.2f GiB", num_graphs, (before - free_bytes(device)) / GIB)
-    arena = child.arena_view(PROCESSOR_ARENA, writable=True)  # torch does not support read-only buffers
+    arena = child.arena_view(PROCESSOR_ARENA)
     staged = staging_bytes(config, max_samples(config, backend.step_sizes), max_blocks)
     images = make_images(loaded, arena)
     update = UpdateWorker(child, rank, model, images.forget_early).execute
@@ -135,26 +137,32 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
 
 
 def load(child: Child, model_config: ModelConfig, rank: int, device: torch.device) -> Loaded:
-    """Join the other ranks and load weights, sampler and decoder, while kernels are compiled."""
+    """Join the other ranks and load weights, while kernels are compiled and the rest of the worker warms up."""
     config, text = child.config, model_config.text
     dtype, backend = pick_dtype(config, device), make_backend(child.runtime.backend, device)
-    with compiling(child, backend, model_config):
-        tp = join_ranks(child, rank, text.hidden_size, dtype, backend)
-        tp.warm_up(config.max_num_batched_tokens, text.hidden_size, dtype, device)
-        with phase("weights"):
-            model = load_model(child, model_config, tp, backend, dtype)
-        tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        num_samples = max_samples(config, backend.step_sizes)
-        sampling = backend.sampling(num_samples, text.vocab_size)
-        sampler = Sampler(sampling, config.max_num_seqs, num_samples, model_config, Path(child.runtime.model_folder), device)
-        with phase("warm-up of sampling"):
-            sampler.warm_up()
-            if device.type == "cuda" and rank == 0:
-                sampler.rules.load()  # takes seconds that would delay streams later
-        with phase("warm-up of the image decoder"):
-            decoder = backend.jpeg_decoder(config.processing_pool_size)
-            warm_up(decoder)
-    return Loaded(backend, tp, model, sampling, sampler, decoder, tower_stream, make_adapters(child, model, backend, tower_stream))
+    compile = partial(backend.load, text.heads(config.tp), model_config.vision_head_dim)
+    kernels = meanwhile(device, "compilation and check of kernels", compile)
+    sampling = meanwhile(device, "warm-up of sampling", partial(make_sampler, child, model_config, backend, rank))
+    decoder = backend.jpeg_decoder(config.processing_pool_size)
+    warm = meanwhile(device, "warm-up of the image decoder", partial(warm_up, decoder))
+    tp = join_ranks(child, rank, text.hidden_size, dtype, backend)
+    tp.warm_up(config.max_num_batched_tokens, text.hidden_size, dtype, device)
+    with phase("weights"):
+        model = load_model(child, model_config, tp, backend, dtype)
+    tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    kernels.result()
+    warm.result()
+    return Loaded(backend, tp, model, *sampling.result(), decoder, tower_stream, make_adapters(child, model, backend, tower_stream))
+
+
+def make_sampler(child: Child, model_config: ModelConfig, backend: Backend, rank: int) -> tuple[SamplingOps, Sampler]:
+    config, num_samples = child.config, max_samples(child.config, backend.step_sizes)
+    ops = backend.sampling(num_samples, model_config.text.vocab_size)
+    sampler = Sampler(ops, config.max_num_seqs, num_samples, model_config, Path(child.runtime.model_folder), backend.device)
+    sampler.warm_up()
+    if backend.device.type == "cuda" and rank == 0:
+        sampler.rules.load()  # takes seconds that would delay streams later
+    return ops, sampler
 
 
 def make_adapters(child: Child, model: LanguageModel, backend: Backend, stream: torch.cuda.Stream | None) -> WorkerAdapters | None:
@@ -203,21 +211,16 @@ def phase(name: str) -> Iterator[None]:
     logger.info("%s: %.1f s", name, time.monotonic() - started)
 
 
-@contextmanager
-def compiling(child: Child, backend: Backend, config: ModelConfig) -> Iterator[None]:
-    """Compile and check kernels in a thread, and wait for it at the end: RuntimeError if that fails."""
-    pool = ThreadPoolExecutor(1, "compile")
+def meanwhile(device: torch.device, name: str, run: Callable[[], Result]) -> Future[Result]:
+    """Run a phase of the start in a thread. A failed start does not wait for it."""
 
-    def load() -> None:
-        if backend.device.type == "cuda":
-            torch.cuda.set_device(backend.device)  # the current device is per thread
-        with phase("compilation and check of kernels, meanwhile"):
-            backend.load(config.text.heads(child.config.tp), config.vision_head_dim)
+    def timed() -> Result:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # the current device is per thread
+        with phase(f"{name}, meanwhile"):
+            return run()
 
-    loaded = pool.submit(load)
-    yield
-    loaded.result()
-    pool.shutdown()
+    return ThreadPoolExecutor(1, name).submit(timed)
 
 
 def divide_memory(loaded: Loaded, config: EngineConfig, sizes: StepSizes, free: int) -> Plan:

@@ -1,13 +1,20 @@
 """Image bytes in shared memory -> uint8 RGB tensors on the device. Baseline JPEGs arrive encoded, all others as RGB."""
 
+import ctypes
+import logging
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from engine.wire.arena import ArenaView
 from engine.wire.jpeg import parse_plain_jpeg
 from engine.wire.messages import ImageSource
 from models.kernels.jpeg import JpegDecoder
+
+logger = logging.getLogger(__name__)
+
+READ_ONLY = 8  # CU_MEMHOSTREGISTER_READ_ONLY
 
 
 class ImageReader:
@@ -18,6 +25,10 @@ class ImageReader:
         self._decoder = decoder
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        address = np.frombuffer(arena.buffer, dtype=np.uint8).ctypes.data
+        # torch has no read-only tensors, but nothing writes to this one: the pages are mapped read-only
+        self._memory = torch.frombuffer((ctypes.c_uint8 * arena.size).from_address(address), dtype=torch.uint8)
+        self._is_pinned = self._stream is not None and pin(self._memory)
 
     def read_copy(self, source: ImageSource) -> tuple[torch.Tensor, bytes] | None:
         """Return a JPEG's pixels as `read` does, and the copy they are decoded from; the caller keeps both.
@@ -53,16 +64,17 @@ class ImageReader:
 
     def _read(self, sources: Sequence[ImageSource], payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
         assert all(source.encoding != "file" for source in sources), "an image was planned without its pixels"
-        pairs = list(zip(sources, payloads, strict=True))
-        jpegs = [pair for pair in pairs if pair[0].encoding == "jpeg"]
-        decoded = iter(self._decoder.decode([payload for _, payload in jpegs]))
-        return [self._checked(next(decoded), s) if s.encoding == "jpeg" else self._rgb(s, payload) for s, payload in pairs]
+        pairs = zip(sources, payloads, strict=True)
+        decoded = iter(self._decoder.decode([payload for source, payload in pairs if source.encoding == "jpeg"]))
+        return [self._checked(next(decoded), source) if source.encoding == "jpeg" else self._rgb(source) for source in sources]
 
     def _bytes(self, source: ImageSource) -> memoryview:
         return self._arena.view(source.region.offset, source.region.length)
 
-    def _rgb(self, source: ImageSource, payload: memoryview) -> torch.Tensor:
-        flat = torch.frombuffer(payload, dtype=torch.uint8)
+    def _rgb(self, source: ImageSource) -> torch.Tensor:
+        flat = self._memory[source.region.offset :][: source.region.length]
+        if self._stream is not None and not self._is_pinned:
+            flat = flat.pin_memory()
         shape = (source.height, source.width, 3) if source.num_frames == 1 else (source.num_frames, source.height, source.width, 3)
         return flat.view(shape).to(self._device, non_blocking=True)
 
@@ -73,6 +85,15 @@ class ImageReader:
             return None
         upright = apply_orientation(pixels, source.orientation)
         return upright if upright.shape == (source.height, source.width, 3) else None
+
+
+def pin(memory_B: torch.Tensor) -> bool:
+    """Register mapped memory as read-only, so that copies from it are asynchronous. Return whether the driver supports that."""
+    register = ctypes.CDLL("libcuda.so.1").cuMemHostRegister_v2  # an error of the runtime's function would be reported by torch later
+    code: int = register(ctypes.c_void_p(memory_B.data_ptr()), ctypes.c_size_t(memory_B.nbytes), READ_ONLY)
+    if code:
+        logger.info("pixels are copied twice: the driver does not register read-only memory (CUDA error %d)", code)
+    return code == 0
 
 
 def apply_orientation(pixels_HWC: torch.Tensor, orientation: int) -> torch.Tensor:
