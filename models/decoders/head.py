@@ -7,7 +7,7 @@ import torch
 from models.decoders.batch import HeadTokens
 from models.kernels.paged import AttentionBackend
 from models.kernels.stream import RowClass
-from models.layers.decoder import LayerContext, order_of
+from models.layers.decoder import LayerContext
 from models.layers.eagle3 import Eagle3Head
 from models.layers.head import PredictionHead
 from models.layers.linear import VocabParallelEmbedding
@@ -44,8 +44,7 @@ class Predictor:
         """Return (S, D), the input of `top_tokens`, from `ForwardBatch.hidden_TX` of tokens and the embeddings of the next tokens. The
         result replaces the hidden states in the next call. `attention` has been planned for the tokens."""
         rows = RowClass.of(len(hidden_TX)), RowClass.of(len(wanted_S))
-        order_T = order_of(tokens.slots_T, attention)
-        context = LayerContext(attention, None, *rows, self._rope.rows(tokens.positions_3T), tokens.slots_T, None, order_T)
+        context = LayerContext(attention, None, *rows, self._rope.rows(tokens.positions_3T), tokens.slots_T, None)
         hidden_SD: torch.Tensor = self._head(embedded_TD, hidden_TX, context, wanted_S)
         return hidden_SD
 

@@ -9,7 +9,7 @@ from models.config.types import ModelConfig
 from models.decoders.batch import ForwardBatch
 from models.kernels.paged import AttentionBackend, FusedAttention
 from models.kernels.stream import Residual, RowClass
-from models.layers.decoder import LayerContext, MakeLayer, RMSNorm, order_of
+from models.layers.decoder import LayerContext, MakeLayer, RMSNorm
 from models.layers.linear import Setup, VocabParallelEmbedding
 from models.layers.repeats import Repeats
 from models.layers.rotary import MRope
@@ -44,9 +44,8 @@ class TextModel(nn.Module):
         valid_T = None if batch.padding_slot is None or not self._is_sparse else slots_T != batch.padding_slot
         fused = attention if isinstance(attention, FusedAttention) else None
         states = batch.states[0] if batch.states else None
-        order_T = order_of(slots_T, attention)
         rows = batch.row_class or RowClass.of(len(hidden_TD)), batch.row_class or RowClass.of(len(batch.logits_indices))
-        context = LayerContext(attention, fused, *rows, self.rope.rows(batch.positions_3T), slots_T, valid_T, order_T, states, batch.rows)
+        context = LayerContext(attention, fused, *rows, self.rope.rows(batch.positions_3T), slots_T, valid_T, states, batch.rows)
         *layers, last = self._layers
         run = self._repeats.start(
             lambda i: self._layers[i].self_attn.cached(context), self.embed_tokens.tp.sums_by_kernels(*hidden_TD.shape)

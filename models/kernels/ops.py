@@ -38,6 +38,7 @@ class NewHeads:
     eps: float
     cos_sin_TK: torch.Tensor
     slots_T: torch.Tensor
+    scales: tuple[float, float] = (1.0, 1.0)  # of keys and values in a pool of float8
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +149,8 @@ class Ops(Protocol):
 
         `qkv_TX` (T, (H + 2 * KV heads) * K) may be overwritten; `cos_sin_TK`: see `rotary_rows`; token t goes to slot block * page_size +
         offset = `slots_T[t]`. Values that are not finite are stored as 0: kernels multiply values after a row's end by 0.
+        In a pool of float8, they are divided by their scales; larger ones become the largest, NaN becomes 0.
         """
-
-    def store_float8_(self, new: KVPool, pool: KVPool, slots_T: torch.Tensor, scales: tuple[float, float]) -> None:
-        """Store keys and values (T, 1, KV heads, K), divided by their scales, in a pool of float8. Larger values become the largest, NaN
-        becomes finite."""
 
     def gate_(self, x_TX: torch.Tensor, gate_TG: torch.Tensor) -> None:
         """x *= sigmoid(gate), in float32; each gate applies to X / G neighbouring values. `gate_TG` may be a slice of columns."""

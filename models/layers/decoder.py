@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from models.cache.states import RowStates
 from models.checkpoint.names import CheckpointTensor
 from models.config.types import TextConfig
-from models.kernels.ops import FLOAT8, NewHeads, StateRows
+from models.kernels.ops import NewHeads, StateRows
 from models.kernels.paged import AttentionBackend, FusedAttention
 from models.kernels.stream import Activation, Normed, Residual, RowClass
 from models.layers.linear import FusedColumnParallelLinear, Part, RowParallelLinear, Setup, even_part
@@ -29,14 +29,8 @@ class LayerContext:
     cos_sin_TK: torch.Tensor  # rotary rows of the tokens
     slots_T: torch.Tensor  # KV slots of the tokens
     valid_T: torch.Tensor | None  # valid tokens (the rest is padding), for layers of experts; None: all
-    order_T: torch.Tensor | None  # 0 to T - 1 if keys and values are stored in float8
     states: RowStates | None = None  # of the layers with recurrent states
     rows: StateRows | None = None  # tokens of each row, for these layers
-
-
-def order_of(slots_T: torch.Tensor, attention: AttentionBackend) -> torch.Tensor | None:
-    """Return `LayerContext.order_T`."""
-    return torch.arange(len(slots_T), device=slots_T.device) if attention.pool(0)[0].dtype == FLOAT8 else None
 
 
 class RMSNorm(nn.Module):
@@ -130,15 +124,10 @@ class SelfAttention(Mixer):
         qkv_TX, gate_TX = self.qkv_proj.weight.product(x_TD, context.row_class), None
         if self._gate_width:
             qkv_TX, gate_TX = qkv_TX.tensor_split((-self._gate_width,), dim=1)
-        return NewHeads(qkv_TX, *self._norms, context.cos_sin_TK, context.slots_T), gate_TX
+        return NewHeads(qkv_TX, *self._norms, context.cos_sin_TK, context.slots_T, self.cache_scales), gate_TX
 
     def _store(self, heads: NewHeads, context: LayerContext) -> torch.Tensor:
-        pool = context.attention.pool(self.layer)
-        if context.order_T is None:
-            return self.ops.norm_rope_store_(heads, pool)
-        new_k, new_v = heads.qkv_TX.new_empty((2, len(heads.slots_T), 1, *pool[0].shape[2:]))
-        q_THK = self.ops.norm_rope_store_(replace(heads, slots_T=context.order_T), (new_k, new_v))
-        self.ops.store_float8_((new_k, new_v), pool, heads.slots_T, self.cache_scales)
+        q_THK = self.ops.norm_rope_store_(heads, context.attention.pool(self.layer))
         return q_THK if self.cache_scales[0] == 1.0 else q_THK * self.cache_scales[0]
 
 

@@ -33,21 +33,19 @@ class TorchOps:
         return torch.cat((angles_TJ.cos(), angles_TJ.sin()), dim=-1)
 
     def norm_rope_store_(self, heads: NewHeads, pool: KVPool) -> torch.Tensor:
-        k_pool, v_pool = pool
-        num_kv_heads, head_dim = k_pool.shape[2:]
+        num_kv_heads, head_dim = pool[0].shape[2:]
         heads_THK = heads.qkv_TX.unflatten(-1, (-1, head_dim))
         num_heads = heads_THK.shape[1] - 2 * num_kv_heads
         q_THK, k_THK, v_THK = heads_THK.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         if heads.q_weight_K is not None and heads.k_weight_K is not None:
             q_THK, k_THK = rms_norm(q_THK, heads.q_weight_K, heads.eps), rms_norm(k_THK, heads.k_weight_K, heads.eps)
-        k_pool.view(-1, num_kv_heads, head_dim)[heads.slots_T] = rotate(k_THK, heads.cos_sin_TK)
-        v_pool.view(-1, num_kv_heads, head_dim)[heads.slots_T] = torch.where(v_THK.isfinite(), v_THK, 0)
+        stored = rotate(k_THK, heads.cos_sin_TK), torch.where(v_THK.isfinite(), v_THK, 0)
+        for cache, values_THK, scale in zip(pool, stored, heads.scales, strict=True):
+            if cache.dtype == FLOAT8:  # torch cannot index it
+                values_THK = (values_THK.float() / scale).nan_to_num(nan=0.0).clamp(-MOST_FLOAT8, MOST_FLOAT8).to(FLOAT8).view(torch.uint8)
+                cache = cache.view(torch.uint8)
+            cache.view(-1, num_kv_heads, head_dim)[heads.slots_T] = values_THK
         return rotate(q_THK, heads.cos_sin_TK)
-
-    def store_float8_(self, new: KVPool, pool: KVPool, slots_T: torch.Tensor, scales: tuple[float, float]) -> None:
-        for values, cache, scale in zip(new, pool, scales, strict=True):
-            rounded = (values.float() / scale).nan_to_num(nan=0.0).clamp(-MOST_FLOAT8, MOST_FLOAT8).to(FLOAT8)
-            cache.view(torch.uint8).flatten(0, 1)[slots_T] = rounded.view(torch.uint8).flatten(0, 1)
 
     def gate_(self, x_TX: torch.Tensor, gate_TG: torch.Tensor) -> None:
         groups = x_TX.unflatten(1, (gate_TG.shape[1], -1))

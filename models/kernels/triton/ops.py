@@ -11,7 +11,7 @@ from models.kernels.triton.pixels import resample, resample_to_patches_
 from models.kernels.triton.plain import TritonPlain
 from models.kernels.triton.products import triton_products
 from models.kernels.triton.routing import route
-from models.kernels.triton.text import gate, norm_rope_store, rotary_rows, store_float8
+from models.kernels.triton.text import gate, norm_rope_store, rotary_rows
 from models.kernels.triton.tower import layer_norm
 from models.weights.plain import Plain
 
@@ -60,7 +60,6 @@ class TritonOps:
     layer_norm = staticmethod(layer_norm)
     rotary_rows = staticmethod(rotary_rows)
     norm_rope_store_ = staticmethod(norm_rope_store)
-    store_float8_ = staticmethod(store_float8)
     delta_rule_ = staticmethod(delta_rule)
     resample = staticmethod(resample)
     resample_to_patches_ = staticmethod(resample_to_patches_)

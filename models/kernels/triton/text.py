@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from models.kernels.ops import MOST_FLOAT8, KVPool, NewHeads
+from models.kernels.ops import FLOAT8, MOST_FLOAT8, KVPool, NewHeads
 from models.kernels.triton.launch import await_kernel, await_previous_kernel, cdiv, floats, kernel, power_of_2
 from models.weights.float8 import GroupScaled
 
@@ -118,14 +118,27 @@ def _squares(lower: tensor, upper: tensor, source: tensor, inside: tensor, DIM: 
     return squares
 
 
+@triton.jit
+def _store_heads(
+    value: tensor, target: tensor, inside: tensor, pool: tensor, scale: tensor, is_cached: tensor, PLACE: constexpr, MOST: constexpr,
+) -> None:  # fmt: skip
+    """Store values from PLACE on; if they are cached in float8 (MOST), divided by their scale."""
+    if MOST > 0 and is_cached:
+        value = value.to(target.dtype.element_ty).to(tl.float32) / scale
+        value = tl.where(value == value, tl.minimum(tl.maximum(value, -MOST), MOST), 0.0)
+        tl.store(target.to(pool.dtype) + PLACE, value.to(pool.dtype.element_ty), inside)
+    else:
+        tl.store(target + PLACE, value.to(target.dtype.element_ty), inside)
+
+
 @kernel(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])  # slots: as above
 def _norm_rope_store(
     qkv: tensor, q_out: tensor, k_pool: tensor, v_pool: tensor, slots: tensor, cos_sin: tensor, q_weight: tensor, k_weight: tensor,
-    eps: tensor, num_tokens: tensor, stride: tensor, HEADS: constexpr, KV_HEADS: constexpr, DIM: constexpr, HALF: constexpr,
-    GROUP: constexpr, TOKENS: constexpr, NORMED: constexpr, OVERLAP: constexpr,
+    eps: tensor, num_tokens: tensor, stride: tensor, k_scale: tensor, v_scale: tensor, HEADS: constexpr, KV_HEADS: constexpr,
+    DIM: constexpr, HALF: constexpr, GROUP: constexpr, TOKENS: constexpr, NORMED: constexpr, MOST: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """One program: GROUP neighbouring heads, which are all queries, all keys or all values, of TOKENS tokens. Two halves of a head are
-    rotated; its other values come in pieces of as many."""
+    rotated; its other values come in pieces of as many. MOST: the largest value of a cache in float8, otherwise 0."""
     await_previous_kernel(OVERLAP)
     first, row = tl.program_id(1) * GROUP, tl.arange(0, TOKENS * GROUP)[:, None]
     token, heads = (tl.program_id(0) * TOKENS + row // GROUP).to(tl.int64), first + row % GROUP
@@ -143,14 +156,16 @@ def _norm_rope_store(
         cos = tl.load(cos_sin + token * (2 * HALF) + pairs, inside, 0.0)
         sin = tl.load(cos_sin + token * (2 * HALF) + HALF + pairs, inside, 0.0)
         lower, upper = lower * cos - upper * sin, upper * cos + lower * sin
-    target = q_out + (token * HEADS + heads) * DIM + pairs
+    target, cache_scale = q_out + (token * HEADS + heads) * DIM + pairs, k_scale
     if first >= HEADS:
         slot = tl.load(slots + token, inside, 0)
-        target = k_pool + (slot * KV_HEADS + heads - HEADS) * DIM + pairs
+        target = (k_pool + (slot * KV_HEADS + heads - HEADS) * DIM + pairs).to(q_out.dtype)
         if first >= HEADS + KV_HEADS:
             lower = tl.where(tl.abs(lower) < float("inf"), lower, 0.0)
             upper = tl.where(tl.abs(upper) < float("inf"), upper, 0.0)
-            target = v_pool + (slot * KV_HEADS + heads - HEADS - KV_HEADS) * DIM + pairs
+            target = (v_pool + (slot * KV_HEADS + heads - HEADS - KV_HEADS) * DIM + pairs).to(q_out.dtype)
+            if MOST:
+                cache_scale = v_scale
     for piece in tl.static_range(2, DIM // HALF):
         rest = floats(source + piece * HALF, inside)
         if first < HEADS + KV_HEADS:
@@ -158,9 +173,9 @@ def _norm_rope_store(
                 rest = rest * scale * tl.load(weight + piece * HALF + pairs).to(tl.float32)
         else:
             rest = tl.where(tl.abs(rest) < float("inf"), rest, 0.0)
-        tl.store(target + piece * HALF, rest.to(q_out.dtype.element_ty), inside)
-    tl.store(target, lower.to(q_out.dtype.element_ty), inside)
-    tl.store(target + HALF, upper.to(q_out.dtype.element_ty), inside)
+        _store_heads(rest, target, inside, k_pool, cache_scale, first >= HEADS, piece * HALF, MOST)
+    _store_heads(lower, target, inside, k_pool, cache_scale, first >= HEADS, 0, MOST)
+    _store_heads(upper, target, inside, k_pool, cache_scale, first >= HEADS, HALF, MOST)
 
 
 @kernel()
@@ -250,31 +265,6 @@ def rotary_rows(positions_AT: torch.Tensor, axis_J: torch.Tensor, inv_freq_J: to
     return out_TK
 
 
-@kernel()
-def _store_float8(
-    new_k: tensor, new_v: tensor, k_pool: tensor, v_pool: tensor, slots: tensor, k_scale: tensor, v_scale: tensor, SIZE: constexpr,
-    PADDED: constexpr, MOST: constexpr, OVERLAP: constexpr,
-) -> None:  # fmt: skip
-    """Program (t, i): keys (0) or values (1) of token t."""
-    token, which, place = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PADDED)
-    inside = place < SIZE
-    await_previous_kernel(OVERLAP)
-    slot = tl.load(slots + token)
-    source, target, scale = new_k, k_pool, k_scale
-    if which == 1:
-        source, target, scale = new_v, v_pool, v_scale
-    values = floats(source + token * SIZE + place, inside) / scale
-    values = tl.where(values == values, tl.minimum(tl.maximum(values, -MOST), MOST), 0.0)
-    tl.store(target + slot * SIZE + place, values.to(target.dtype.element_ty), inside)
-
-
-def store_float8(new: KVPool, pool: KVPool, slots_T: torch.Tensor, scales: tuple[float, float]) -> None:
-    """Implement `Ops.store_float8_`."""
-    size = pool[0].shape[2] * pool[0].shape[3]
-    assert all(each.is_contiguous() for each in (*new, *pool))
-    _store_float8[(len(slots_T), 2)](*new, *pool, slots_T, *scales, SIZE=size, PADDED=power_of_2(size), MOST=MOST_FLOAT8, num_warps=4)
-
-
 def norm_rope_store(heads: NewHeads, pool: KVPool) -> torch.Tensor:
     """Implement `Ops.norm_rope_store_` for a head_dim that is a power of two, and a power of two of rotated values."""
     qkv_TX, cos_sin_TK = heads.qkv_TX, heads.cos_sin_TK
@@ -285,11 +275,11 @@ def norm_rope_store(heads: NewHeads, pool: KVPool) -> torch.Tensor:
     num_tokens, group = len(qkv_TX), math.gcd(num_heads, kv_heads, MAX_HEADS_PER_PROGRAM)
     tokens = 1 if num_tokens < MANY_TOKENS else HEADS_OF_MANY // group
     q_THK = qkv_TX.new_empty((num_tokens, num_heads, head_dim))
-    grid = (cdiv(num_tokens, tokens), (num_heads + 2 * kv_heads) // group)
+    grid, is_float8 = (cdiv(num_tokens, tokens), (num_heads + 2 * kv_heads) // group), k_pool.dtype == FLOAT8
     _norm_rope_store[grid](
         qkv_TX, q_THK, k_pool, v_pool, heads.slots_T, cos_sin_TK, heads.q_weight_K, heads.k_weight_K, heads.eps, num_tokens,
-        qkv_TX.stride(0),
+        qkv_TX.stride(0), *(heads.scales if is_float8 else (None, None)),
         HEADS=num_heads, KV_HEADS=kv_heads, DIM=head_dim, HALF=cos_sin_TK.shape[1] // 2, GROUP=group, TOKENS=tokens,
-        NORMED=heads.q_weight_K is not None, num_warps=2 if tokens == 1 else 4,
+        NORMED=heads.q_weight_K is not None, MOST=int(MOST_FLOAT8) if is_float8 else 0, num_warps=2 if tokens == 1 else 4,
     )  # fmt: skip
     return q_THK

@@ -60,9 +60,10 @@ def test_keys_and_values_in_float8(tokens: tuple[int, ...]) -> None:
     """As of the same values in float32; what does not fit becomes the largest value, and nothing NaN."""
     from dataclasses import replace
 
+    from models.kernels.ops import NewHeads
     from models.kernels.reference.ops import TorchOps
     from models.kernels.triton.paged_attention import copy_pages, eager_attention
-    from models.kernels.triton.text import store_float8
+    from models.kernels.triton.text import norm_rope_store
 
     step = step_of(tokens, MIXES[tokens], (8, 2))
     slots_T = torch.randperm(len(step.pool[0]) * 16)
@@ -70,8 +71,10 @@ def test_keys_and_values_in_float8(tokens: tuple[int, ...]) -> None:
     new = tuple(pool.reshape(-1, 1, *pool.shape[2:])[slots_T].contiguous() for pool in exact)  # the interpreter does not round
     new[1][:2, 0, 0, :4] = torch.tensor([1e9, -torch.inf, torch.nan, 500.0])
     pools = [tuple(torch.zeros_like(pool, dtype=torch.float8_e4m3fn) for pool in step.pool) for _ in range(2)]
-    for store, pool in zip((store_float8, TorchOps().store_float8_), pools, strict=True):
-        store(new, pool, slots_T, (0.5, 2.0))
+    qkv_TX, unrotated_TK = torch.cat((new[0].repeat(1, 1, 4, 1), *new), dim=2).flatten(1), torch.tensor([1.0] * 4 + [0.0] * 4)
+    heads = NewHeads(qkv_TX, None, None, 0.0, unrotated_TK.repeat(len(slots_T), 1), slots_T, (0.5, 2.0))
+    for store, pool in zip((norm_rope_store, TorchOps().norm_rope_store_), pools, strict=True):
+        store(heads, pool)  # type: ignore[arg-type]
     plain = [tuple(each.float() for each in pool) for pool in pools]
     for ours, expected in zip(*plain, strict=True):
         assert ours.isfinite().all() and ours.abs().max() <= 448

@@ -198,7 +198,7 @@ def launch_sampling() -> None:
 
 def launch_attention(capability: int) -> None:
     from models.kernels.triton.paged_attention import copy_pages, eager_attention
-    from models.kernels.triton.text import store_float8
+    from models.kernels.triton.text import norm_rope_store
     from models.kernels.triton.tuned import attention_tiles
     from tests.unit.models.backends.hopper.attention_step import Step
 
@@ -206,7 +206,8 @@ def launch_attention(capability: int) -> None:
         step = Step.build([300, 5000], heads, head_dim, tokens=[200, 1]).to(torch.device("cpu"), torch.bfloat16)
         rounded = tuple(each.to(torch.float8_e4m3fn) for each in step.pool)
         if capability >= FLOAT8_FROM:
-            store_float8((bf16(2, 1, heads[1], head_dim),) * 2, rounded, torch.zeros(2, dtype=torch.int64), (1.0, 1.0))
+            qkv, slots = bf16(2, (heads[0] + 2 * heads[1]) * head_dim), torch.zeros(2, dtype=torch.int64)
+            norm_rope_store(NewHeads(qkv, bf16(head_dim), bf16(head_dim), 1e-6, torch.zeros(2, 64), slots, (0.5, 2.0)), rounded)
             copy_pages(rounded, step.pool, step.layout.pages)
         for pool in (step.pool, rounded) if capability >= FLOAT8_FROM else (step.pool,):
             attention = eager_attention([pool], heads[0], attention_tiles((capability // 10, capability % 10), head_dim))
