@@ -276,8 +276,6 @@ def launch_all(capability: int) -> None:
 @pytest.mark.compile
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_every_kernel_compiles_and_fits(capability: int, launches: list[Launch]) -> None:
-    from models.kernels.triton.launch import parameters_of
-
     launch_all(capability)
     for launch in launches:
         launch.options["OVERLAP"] = capability >= 90
@@ -285,7 +283,6 @@ def test_every_kernel_compiles_and_fits(capability: int, launches: list[Launch])
         assert compiled.metadata.shared <= SHARED_BYTES[capability], launch.name
         assert len(compiled.asm["cubin"]) and f".target sm_{capability}" in compiled.asm["ptx"], launch.name
         assert ("griddepcontrol" in compiled.asm["ptx"]) <= (capability >= 90), launch.name
-        assert parameters_of(compiled) is not None, f"{launch.name} cannot be launched by a call of the driver"
 
 
 def test_every_kernel_is_here(launches: list[Launch]) -> None:
