@@ -51,7 +51,8 @@ def _compiling(config: Any, device: torch.device, is_indexed: bool, sizes: tuple
     options = {"gemm_type": "indexed"} if is_indexed else {}
     found = [get_heuristics_config(config, shape_m=size, device=device, **options) for size in sizes]
     if is_indexed:  # stream-K only if an expert has one block: rounding would depend on a choice's block, on the order of atomics
-        found = [each | {"use_stream_k": size <= each["block_shape"][0]} for size, each in zip(sizes, found, strict=True)]
+        can = [size <= each["block_shape"][0] for size, each in zip(sizes, found, strict=True)]
+        found = [each | {"use_stream_k": each["use_stream_k"] and is_one} for each, is_one in zip(found, can, strict=True)]
     last = [i for i, each in enumerate(found) if i + 1 == len(found) or each != found[i + 1]]  # some are chosen for several numbers
     if is_indexed:
         return tuple(_compilers.submit(compiled, sizes[i], found[i]["block_shape"][0], options, [[0, EVERY, found[i]]]) for i in last)
