@@ -11,6 +11,7 @@ import torch
 from engine.worker.rows import HostStep, Rows
 from engine.worker.runner import Runner
 from models.cache.layout import AttentionLayout, offsets_of
+from models.kernels.captured import LaunchFailed
 
 logger = logging.getLogger(__name__)
 
@@ -20,8 +21,8 @@ TOLERANCE = 0.02  # most of what is added up in another order differs by less
 
 @torch.inference_mode()
 def warm_up_steps(runner: Runner, sizes: Sequence[int]) -> None:
-    """Run steps of so many tokens that fit the pool. If results on the current stream differ from those on the default one, which is never
-    captured, continue on the latter."""
+    """Run steps of so many tokens that fit the pool. If one fails on the current stream, or its results differ from those on the default one,
+    which is never captured, continue on the latter."""
     current, device = torch.cuda.current_stream(), runner.rows.last_tokens.device
     for size in (*SMALL, *sizes):
         if size + 3 * runner.rows.block_size > runner.rows.scratch_slot:
@@ -31,12 +32,18 @@ def warm_up_steps(runner: Runner, sizes: Sequence[int]) -> None:
             for stream in (torch.cuda.default_stream(device), current):
                 torch.cuda.synchronize(device)
                 torch.cuda.set_stream(stream)
-                found.append(hidden_of(runner, step_of(runner.rows, size, has_adapters)))
+                try:
+                    found.append(hidden_of(runner, step_of(runner.rows, size, has_adapters)))
+                except LaunchFailed as problem:
+                    return stop_repeating(device, str(problem))
             torch.cuda.synchronize(device)
             if not (found[1] - found[0]).norm() <= TOLERANCE * found[0].norm():
-                logger.warning("launches of layers are not repeated: the results differ")
-                torch.cuda.set_stream(torch.cuda.default_stream(device))
-                return
+                return stop_repeating(device, "the results differ")
+
+
+def stop_repeating(device: torch.device, problem: str) -> None:
+    logger.warning("launches of layers are not repeated: %s", problem)
+    torch.cuda.set_stream(torch.cuda.default_stream(device))
 
 
 def hidden_of(runner: Runner, step: HostStep) -> torch.Tensor:

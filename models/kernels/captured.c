@@ -2,6 +2,7 @@
 
 #include <cuda.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 
 #define MAX_LAUNCHES 256
@@ -113,8 +114,9 @@ int captured_read(CUgraph graph, CUstream stream, Captured *all) {
         CUgraphNodeType kind;
         CHECK(cuGraphNodeGetType(nodes[i], &kind));
         Launch *launch = &all->launches[all->num_launches++];
+        memset(launch, 0, sizeof *launch);
         launch->is_kernel = kind == CU_GRAPH_NODE_TYPE_KERNEL;
-        launch->first_word = all->num_words, launch->first_offset = all->num_offsets, launch->num_parameters = 0;
+        launch->first_word = all->num_words, launch->first_offset = all->num_offsets;
         int error = launch->is_kernel                      ? read_kernel(all, launch, nodes[i], stream, overlaps && num_before == 1)
                     : kind == CU_GRAPH_NODE_TYPE_MEMSET ? read_memset(all, launch, nodes[i])
                                                            : UNSUPPORTED;
@@ -123,17 +125,29 @@ int captured_read(CUgraph graph, CUstream stream, Captured *all) {
     return 0;
 }
 
-// Launches with these words as parameters, which the driver copies.
-int captured_run(const Captured *all, CUstream stream, const uint64_t *words) {
-    for (const Launch *launch = all->launches; launch < all->launches + all->num_launches; launch++) {
+static CUresult run_one(const Launch *launch, CUstream stream, void **parameters, CUdeviceptr target) {
+    const CUDA_MEMSET_NODE_PARAMS *memory = &launch->memory;
+    return launch->is_kernel          ? cuLaunchKernelEx(&launch->config, launch->function, parameters, NULL)
+           : memory->elementSize == 1 ? cuMemsetD8Async(target, (unsigned char)memory->value, memory->width, stream)
+           : memory->elementSize == 2 ? cuMemsetD16Async(target, (unsigned short)memory->value, memory->width, stream)
+                                      : cuMemsetD32Async(target, memory->value, memory->width, stream);
+}
+
+// Launches with these words as parameters, which the driver copies. After an error, `problem` says what failed.
+int captured_run(const Captured *all, CUstream stream, const uint64_t *words, char *problem, size_t size) {
+    for (size_t n = 0; n < all->num_launches; n++) {
+        const Launch *launch = &all->launches[n];
+        const CUlaunchConfig *config = &launch->config;
         void *parameters[MAX_PARAMETERS];
         for (size_t i = 0; i < launch->num_parameters; i++) parameters[i] = (char *)words + all->offsets[launch->first_offset + i];
-        const CUDA_MEMSET_NODE_PARAMS *memory = &launch->memory;
-        CUdeviceptr target = launch->is_kernel ? 0 : words[launch->first_word];
-        CHECK(launch->is_kernel          ? cuLaunchKernelEx(&launch->config, launch->function, parameters, NULL)
-              : memory->elementSize == 1 ? cuMemsetD8Async(target, (unsigned char)memory->value, memory->width, stream)
-              : memory->elementSize == 2 ? cuMemsetD16Async(target, (unsigned short)memory->value, memory->width, stream)
-                                         : cuMemsetD32Async(target, memory->value, memory->width, stream));
+        CUresult error = run_one(launch, stream, parameters, launch->is_kernel ? 0 : words[launch->first_word]);
+        if (error == CUDA_SUCCESS) continue;
+        const char *name = "memset";
+        if (launch->is_kernel && cuFuncGetName(&name, launch->function) != CUDA_SUCCESS) name = "?";
+        snprintf(problem, size, "CUDA's error %d in launch %zu of %zu, %s: grid %u %u %u, block %u %u %u, %u bytes, %u attributes, width %zu",
+                 (int)error, n, all->num_launches, name, config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX,
+                 config->blockDimY, config->blockDimZ, config->sharedMemBytes, config->numAttrs, launch->memory.width);
+        return (int)error;
     }
     return 0;
 }

@@ -37,6 +37,10 @@ class Unsupported(Exception):
     """The captured work cannot be repeated."""
 
 
+class LaunchFailed(RuntimeError):
+    """The driver refused a repeated launch; those before it run."""
+
+
 @cache
 def library() -> ctypes.PyDLL | None:
     """Return `captured.c`, compiled; None, with one line in the log, without a compiler or a driver."""
@@ -47,7 +51,7 @@ def library() -> ctypes.PyDLL | None:
         logger.warning("launches of layers are not repeated: %s", problem)
         return None
     found.captured_bytes.restype = ctypes.c_size_t
-    found.captured_run.argtypes = [ctypes.c_void_p] * 3
+    found.captured_run.argtypes = [*[ctypes.c_void_p] * 4, ctypes.c_size_t]
     found.captured_read.argtypes = [ctypes.c_void_p] * 3
     return found
 
@@ -110,6 +114,7 @@ class Captured:
         found = library()
         assert found is not None
         self._memory, self._stream, self._run = np.empty(found.captured_bytes(), dtype=np.uint8), stream, found.captured_run
+        self._problem = ctypes.create_string_buffer(512)
         self._address = self._memory.ctypes.data
         check(found.captured_read(graph, stream, self._address))
         fields: Words = self._memory.view(np.uint64)
@@ -117,8 +122,8 @@ class Captured:
 
     def run(self, words: Words) -> None:
         """Launch with these parameters."""
-        if error := self._run(self._address, self._stream, words.ctypes.data):
-            raise RuntimeError(f"a repeated launch failed with CUDA's error {error}")
+        if self._run(self._address, self._stream, words.ctypes.data, self._problem, len(self._problem)):
+            raise LaunchFailed(self._problem.value.decode())
 
 
 def moved(words: Words, starts_R: Words, ends_R: Words, distances_CR: Words) -> Words:

@@ -41,14 +41,14 @@ class TritonOps:
         else:
             values_TD = values_of(x_TD)
             logits_TE = TritonPlain(Plain(experts.router_ED)).product(values_TD, rows)
-        products = triton_products(experts.gate_up)
-        if rows != RowClass.SINGLE or experts.num_given > products.max_chosen:
+        products, down = triton_products(experts.gate_up), triton_products(experts.down)
+        if rows != RowClass.SINGLE or experts.num_given > min(products.max_chosen, down.max_chosen):
             return products.sparse_swiglu(values_TD, logits_TE, experts, valid_T, None if residual is None else residual.room)
         choices = route(logits_TE, experts, valid_T)
         chosen_K, weights_K = choices.experts_TK[0], choices.weights_TK[0]
         inner_KI = products.expert_swiglu(values_TD, chosen_K)
         out_1D = torch.empty_like(values_TD) if residual is None else residual.sum_TD
-        triton_products(experts.down).expert_sum(inner_KI, chosen_K, weights_K, out_1D, adds=residual is not None)
+        down.expert_sum(inner_KI, chosen_K, weights_K, out_1D, adds=residual is not None)
         return out_1D[None] if residual is None else None
 
     gate_ = staticmethod(gate)

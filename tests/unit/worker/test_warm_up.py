@@ -8,11 +8,14 @@ import torch
 
 from engine.worker import warm_up
 from models.decoders.qwen3_vl import Qwen3VL
+from models.kernels.captured import LaunchFailed
 from tests.unit.worker.in_process import Engine
 
 
-@pytest.mark.parametrize("error", [0.0, 0.5, float("nan")])
-def test_layers_are_repeated_only_if_they_compute_the_same(model: Qwen3VL, monkeypatch: pytest.MonkeyPatch, error: float) -> None:
+@pytest.mark.parametrize("error", [0.0, 0.5, float("nan"), LaunchFailed("a test")])
+def test_layers_are_repeated_only_if_they_compute_the_same(
+    model: Qwen3VL, monkeypatch: pytest.MonkeyPatch, error: float | LaunchFailed
+) -> None:
     engine, streams = Engine(model), ["own"]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "default")
@@ -22,7 +25,11 @@ def test_layers_are_repeated_only_if_they_compute_the_same(model: Qwen3VL, monke
 
     def noted(runner: Any, step: Any) -> torch.Tensor:
         sizes.append(step.positions.shape[1])
-        return compute(runner, step) * (1 + error * (streams[-1] == "own"))
+        if streams[-1] == "default":
+            return compute(runner, step)
+        if isinstance(error, LaunchFailed):
+            raise error
+        return compute(runner, step) * (1 + error)
 
     monkeypatch.setattr(warm_up, "hidden_of", noted)
     monkeypatch.setattr(warm_up, "SMALL", ())

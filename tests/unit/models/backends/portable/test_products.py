@@ -92,6 +92,7 @@ def test_low_bit_matrices() -> None:
 @pytest.mark.parametrize("format", ["int4-g32", "int8-g64-zeros", "float4-g16"])
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_low_bit_experts(format: str, num_tokens: int) -> None:
+    """A single token, too, if only one of the matrices has a kernel for it: a slice of the other one may be too narrow."""
     from models.kernels.triton.ops import TritonOps
 
     torch.manual_seed(0)
@@ -100,6 +101,7 @@ def test_low_bit_experts(format: str, num_tokens: int) -> None:
     expected = torch_sparse_swiglu(rms_norm(x, norm, 1e-6), experts, None).sum(0)
     for matrix in (experts.gate_up, experts.down):
         matrix.finish()
+    experts.gate_up.products.max_chosen = 8
     found = TritonOps().sparse_swiglu(Residual(x.clone()).normed(norm, 1e-6), experts, rows, None).sum(0)
     assert float((found - expected).norm() / expected.norm()) < 0.01
 
