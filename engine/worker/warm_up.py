@@ -21,8 +21,8 @@ TOLERANCE = 0.02  # most of what is added up in another order differs by less
 
 @torch.inference_mode()
 def warm_up_steps(runner: Runner, sizes: Sequence[int]) -> None:
-    """Run steps of so many tokens that fit the pool. If one fails on the current stream, or its results differ from those on the default one,
-    which is never captured, continue on the latter."""
+    """Run steps of so many tokens that fit the pool. If one fails on the current stream, or its results differ from those on the default
+    one, which is never captured, continue on the latter."""
     current, device = torch.cuda.current_stream(), runner.rows.last_tokens.device
     for size in (*SMALL, *sizes):
         if size + 3 * runner.rows.block_size > runner.rows.scratch_slot:
