@@ -78,6 +78,7 @@ WHEN = {
     "max_lora_rank": "Lower if all adapters have smaller ranks: slots take less memory.",
     "prefix_cache": "Off to measure without it.",
     "kv_cache_dtype": "For long contexts or many streams. See [quantization](guides/quantization.md#kv-cache-in-float8).",
+    "mamba_ssm_dtype": "For many streams of a hybrid. See [models](models.md#snapshots-of-states).",
     "draft": "For few streams: `lookup` if answers repeat the prompt or themselves; `mtp` if the model has a head for it."
     " See [speculative decoding](guides/speculative.md).",
     "image_cache_bytes": "Higher if images are often reused; it competes with KV blocks.",

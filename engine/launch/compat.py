@@ -24,6 +24,7 @@ TRANSLATED = """
 --fastapi-root-path --root-path
 --disable-uvicorn-access-log --no-access-log
 --lora-paths --lora-modules
+--mamba-ssm-cache-dtype --mamba-ssm-dtype
 --max-loras-per-batch --max-loras
 --speculative-algorithm --speculative-algo --draft
 --speculative-draft-model-path --speculative-draft-model --draft-model

@@ -93,6 +93,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "bfloat16", "fp8", "fp8_e4m3"],
         "type of keys and values in the KV cache; fp8 holds twice as many tokens, with the checkpoint's scales if it has some",
     ] = "auto"
+    mamba_ssm_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], "type of a hybrid's recurrent states; auto is float32, bfloat16 takes half the memory"
+    ] = "auto"
     draft: Annotated[
         Literal["off", "lookup", "mtp", "eagle3"], "drafts: 'lookup' searches the text, 'mtp' is the model's head, 'eagle3' --draft-model"
     ] = "off"

@@ -86,7 +86,8 @@ def decoder_format(config: EngineConfig, text: TextConfig) -> Format:
 def read_model(config: EngineConfig, folder: Path, draft_folder: str) -> ModelConfig:
     """Return the model with the configured head and cache. ValueError or OSError."""
     model = read_config(folder, config.draft == "mtp", draft_folder)
-    return replace(model, text=replace(model.text, has_float8_cache=config.kv_cache_dtype.startswith("fp8")))
+    delta = model.text.delta and replace(model.text.delta, has_bfloat16_state=config.mamba_ssm_dtype == "bfloat16")
+    return replace(model, text=replace(model.text, delta=delta, has_float8_cache=config.kv_cache_dtype.startswith("fp8")))
 
 
 def weight_bytes(model: ModelConfig, tp: int, format: Format) -> int:

@@ -35,6 +35,7 @@ class DeltaConfig:
     key_dim: int  # per head
     value_dim: int
     kernel_size: int  # size of the convolution over time
+    has_bfloat16_state: bool = False  # in the cache; otherwise float32
 
     @property
     def conv_width(self) -> int:
@@ -42,8 +43,8 @@ class DeltaConfig:
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     def state_bytes(self, tp: int, dtype_bytes: int) -> int:
-        """Return the bytes per layer and row of one rank's heads: the float32 state and the last inputs of the convolution."""
-        recurrent = 4 * self.num_value_heads * self.key_dim * self.value_dim
+        """Return the bytes per layer and row of one rank's heads: the state and the last inputs of the convolution."""
+        recurrent = (2 if self.has_bfloat16_state else 4) * self.num_value_heads * self.key_dim * self.value_dim
         return (recurrent + (self.kernel_size - 1) * self.conv_width * dtype_bytes) // tp
 
     def replay_bytes(self, tp: int, dtype_bytes: int) -> int:

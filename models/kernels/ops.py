@@ -78,7 +78,7 @@ class DeltaState:
     """States of all permanent rows, updated in place; zeros for a new row. `recurrent_RHKV` and the first inputs are the state after the
     first token of a decode row's last step. The next step continues after the first `num_accepted_R` of its D draft tokens."""
 
-    recurrent_RHKV: torch.Tensor  # float32
+    recurrent_RHKV: torch.Tensor  # float32, or bfloat16: states are rounded after each row, and after each token that decodes
     inputs_RWC: torch.Tensor  # inputs of the convolution: the last (kernel - 1) in order, then those of the drafts
     mixed_RDC: torch.Tensor  # of the drafts, after the convolution, in the backend's layout
     gates_RDG: torch.Tensor  # of the drafts
@@ -86,15 +86,16 @@ class DeltaState:
 
     @classmethod
     def of(
-        cls, bytes_RB: torch.Tensor, num_accepted_R: torch.Tensor, shape_HKV: tuple[int, int, int], conv_CW: torch.Tensor, num_drafts: int
-    ) -> "DeltaState":
-        """Return views of these bytes for a layer with such a convolution."""
-        (channels, kernel_size), size = conv_CW.shape, 4 * torch.Size(shape_HKV).numel()
+        cls, bytes_RB: torch.Tensor, num_accepted_R: torch.Tensor, shape_HKV: tuple[int, int, int], conv_CW: torch.Tensor, num_drafts: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> "DeltaState":  # fmt: skip
+        """Return views of these bytes, states of this type, for a layer with such a convolution."""
+        (channels, kernel_size), size = conv_CW.shape, dtype.itemsize * torch.Size(shape_HKV).numel()
         shapes = (kernel_size - 1 + num_drafts, channels), (num_drafts, channels), (num_drafts, 2 * shape_HKV[0])
         ends = np.cumsum([count * width for count, width in shapes]).tolist()
         parts = bytes_RB[:, size:].view(conv_CW.dtype).tensor_split(ends, dim=1)
         inputs_RWC, mixed_RDC, gates_RDG = (part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=False))
-        return cls(bytes_RB[:, :size].view(torch.float32).unflatten(1, shape_HKV), inputs_RWC, mixed_RDC, gates_RDG, num_accepted_R)
+        return cls(bytes_RB[:, :size].view(dtype).unflatten(1, shape_HKV), inputs_RWC, mixed_RDC, gates_RDG, num_accepted_R)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@
                    ├─ z ────────────────────────────────────────────────────▶ norm(o) * silu(z) ── out_proj ──▶
                    └─ a, b ── g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)
 
-The formula is that of transformers' `Qwen3_5GatedDeltaNet`. A state in the cache is S (value heads, key dim, value dim) in float32, then
-in the model's dtype the last inputs of the convolution (kernel - 1, channels); then the inputs of tokens to verify (see `DeltaState`).
+The formula is that of transformers' `Qwen3_5GatedDeltaNet`. A state in the cache is S (value heads, key dim, value dim) in float32 or
+bfloat16, then in the model's dtype the last inputs of the convolution (kernel - 1, channels); then the inputs of tokens to verify (see
+`DeltaState`).
 """
 
 from collections.abc import Iterator
@@ -92,7 +93,8 @@ class GatedDeltaNet(Mixer):
 
     def _state(self, states: RowStates) -> DeltaState:
         shape = len(self.A_log.values), self._delta.key_dim, self._delta.value_dim
-        return DeltaState.of(states.layer(self.ordinal), states.num_accepted, shape, self.conv1d.weight, states.num_verified)
+        dtype = torch.bfloat16 if self._delta.has_bfloat16_state else torch.float32
+        return DeltaState.of(states.layer(self.ordinal), states.num_accepted, shape, self.conv1d.weight, states.num_verified, dtype)
 
 
 def _head_parts(delta: DeltaConfig, tp: TensorParallel) -> tuple[list[Part], int]:

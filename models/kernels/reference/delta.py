@@ -52,13 +52,13 @@ def gated_norm(o_THV: torch.Tensor, z_TX: torch.Tensor, weight_V: torch.Tensor, 
 def recurrent(
     q_HTK: torch.Tensor, k_HTK: torch.Tensor, v_HTV: torch.Tensor, g_HT: torch.Tensor, beta_HT: torch.Tensor, memory_HKV: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs (H, T, V) and the state after the last token, in float32."""
-    outputs = []
+    """Return outputs (H, T, V) and the state after the last token, in float32, rounded to the given one's type after each token."""
+    outputs, dtype, memory_HKV = [], memory_HKV.dtype, memory_HKV.float()
     for t in range(q_HTK.shape[1]):
         q_HK1, k_HK1 = q_HTK[:, t, :, None], k_HTK[:, t, :, None]
         memory_HKV = memory_HKV * g_HT[:, t, None, None].exp()
         change_HV = (v_HTV[:, t] - (memory_HKV * k_HK1).sum(1)) * beta_HT[:, t, None]
-        memory_HKV = memory_HKV + k_HK1 * change_HV[:, None]
+        memory_HKV = (memory_HKV + k_HK1 * change_HV[:, None]).to(dtype).float()
         outputs.append((memory_HKV * q_HK1).sum(1))
     return torch.stack(outputs, dim=1), memory_HKV
 
@@ -70,7 +70,7 @@ def chunked(
 
     (I + L) U = beta (V - e^G K S), L = beta_i e^(G_i - G_j) k_i k_j for j < i; then O = e^G Q S + [e^(G_i - G_j) q_i k_j for j <= i] U.
     """
-    outputs = []
+    outputs, memory_HKV = [], memory_HKV.float()
     for q, k, v, g, beta in zip(*(x.split(DELTA_CHUNK, dim=1) for x in (q_HTK, k_HTK, v_HTV, g_HT, beta_HT)), strict=True):
         sums_HT = g.cumsum(1)
         later = torch.ones(g.shape[1], g.shape[1], dtype=torch.bool, device=g.device).triu(1)

@@ -108,16 +108,16 @@ def _keep(
 
 @triton.jit
 def _advance(
-    state: tensor, mixed: tensor, gates: tensor, a_log: tensor, dt_bias: tensor, token: tensor, head: tensor, column: tensor,
-    CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr,
+    state: tensor, memory: tensor, mixed: tensor, gates: tensor, a_log: tensor, dt_bias: tensor, token: tensor, head: tensor,
+    column: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr,
 ) -> tensor:  # fmt: skip
-    """Return the state of a head after a token."""
+    """Return the state of a head after a token, rounded to the type of the memory: drafts change nothing."""
     line, there = mixed + token * CHANNELS, token >= 0
     k = tl.load(line + (KEY_HEADS + head // (HEADS // KEY_HEADS)) * DIM + tl.arange(0, DIM)).to(tl.float32)
     v = tl.load(line + (2 * KEY_HEADS + head) * DIM + column).to(tl.float32)
     state *= tl.exp(_gates_of(gates, a_log, dt_bias, token, there, head, HEADS))
     change = (v - tl.sum(state * k[:, None], 0)) * _rates_of(gates, token, there, head, HEADS)
-    return state + k[:, None] * change[None, :]
+    return (state + k[:, None] * change[None, :]).to(memory.dtype.element_ty).to(tl.float32)
 
 
 @kernel(do_not_specialize=["first_row"], do_not_specialize_on_alignment=["rows", "starts"])
@@ -137,16 +137,18 @@ def _step(
     permanent = tl.load(rows + row)
     kept = permanent * kept_stride
     place = permanent * row_stride + head * (DIM * DIM) + key[:, None] * DIM + column[None, :]
-    state = tl.load(memory + place)
+    state = tl.load(memory + place).to(tl.float32)
     for number in range(0, tl.load(accepted + permanent).to(tl.int32)):
         token = tl.cast(number, tl.int64)
-        state = _advance(state, kept_mixed + kept, kept_gates + kept, a_log, dt_bias, token, head, column, CHANNELS, HEADS, KEY_HEADS, DIM)
+        state = _advance(
+            state, memory, kept_mixed + kept, kept_gates + kept, a_log, dt_bias, token, head, column, CHANNELS, HEADS, KEY_HEADS, DIM
+        )  # fmt: skip
     await_previous_kernel(OVERLAP)  # the previous kernel writes nothing that is read above
     for number in range(0, end - start):
         token = start.to(tl.int64) + number
-        state = _advance(state, mixed, gates, a_log, dt_bias, token, head, column, CHANNELS, HEADS, KEY_HEADS, DIM)
+        state = _advance(state, memory, mixed, gates, a_log, dt_bias, token, head, column, CHANNELS, HEADS, KEY_HEADS, DIM)
         if number == 0:
-            tl.store(memory + place, state)
+            tl.store(memory + place, state.to(memory.dtype.element_ty))
         q = tl.load(mixed + token * CHANNELS + head // (HEADS // KEY_HEADS) * DIM + key).to(tl.float32)
         result = tl.sum(state * q[:, None], 0)
         tl.store(out + (token * HEADS + head) * DIM + column, result.to(out.dtype.element_ty))
@@ -254,7 +256,7 @@ def _scan(
         return
     key, index, column = tl.arange(0, DIM), tl.arange(0, CHUNK), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     place = head * (DIM * DIM) + key[:, None] * DIM + column[None, :]
-    state = tl.load(memory + tl.load(sources + row) * row_stride + place)
+    state = tl.load(memory + tl.load(sources + row) * row_stride + place).to(tl.float32)
     key_head = head // (HEADS // KEY_HEADS)
     dtype = mixed.dtype.element_ty
     while start < end:
@@ -276,7 +278,8 @@ def _scan(
             left = (changes * tl.exp(last - total)[:, None]).to(dtype)
             state = tl.dot(tl.trans(k), left, state * tl.exp(last), input_precision=PRECISION)
             tl.store(out + mine * DIM + column[None, :], result.to(out.dtype.element_ty), inside[:, None])
-        tl.store(memory + tl.load(rows + row) * row_stride + place, state)
+        state = state.to(memory.dtype.element_ty).to(tl.float32)
+        tl.store(memory + tl.load(rows + row) * row_stride + place, state.to(memory.dtype.element_ty))
         row, start = row + 1, end
         goes_on = tl.load(firsts + row, row < num_rows, 2147483647) < start
         end = tl.where(goes_on, tl.load(starts + row + 1, row < num_rows, 0), start)

@@ -2,6 +2,8 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +11,12 @@ import torch
 from engine.scheduler import policy, request
 from models.cache.spec import SPARE_ROWS, StateGroup
 from models.cache.states import RowStates, Snapshots
+from models.checkpoint.load import load_weights
 from models.decoders.qwen3_vl import Qwen3VL
+from models.parallel.group import TensorParallel
 from tests.unit.models import harness, qwen3_5_checkpoints
 from tests.unit.worker.in_process import Engine, Picture, make_picture
+from tests.unit.worker.test_drafts import proposer
 from tests.unit.worker.test_graphs import SIZES
 
 NIGHTLY = pytest.mark.nightly
@@ -148,6 +153,27 @@ def test_answers_to_one_request_equal_one_alone(model: Qwen3VL) -> None:
         single.add(0, parts, max_tokens=12, temperature=1.0, seed=5 + index)
         assert single.run()[0] == tokens
         assert rest < 2 * (single.core.state.counters.computed_tokens - 11)
+
+
+def test_states_in_bfloat16_are_half_as_large(model: Qwen3VL, tmp_path: Path) -> None:
+    """They change results little, and drafts, graphs and other rows change nothing."""
+    qwen3_5_checkpoints.write(tmp_path)
+    text = model.config.text
+    assert text.delta is not None
+    small = replace(model.config, text=replace(text, delta=replace(text.delta, has_bfloat16_state=True)))
+    rounded = harness.make(small, TensorParallel.single())
+    load_weights(rounded, tmp_path, lambda done, total: None)
+    rounded.finish()
+    assert rounded.cache_spec.bytes_per_row < 0.6 * model.cache_spec.bytes_per_row
+    exact, plain = Engine(model), Engine(rounded)
+    ask(exact, prompts(), logprobs=0), ask(plain, prompts(), logprobs=0)
+    differences = [abs(logprobs_of(exact, rid)[1] - logprobs_of(plain, rid)[1]) for rid in range(5)]
+    assert 0 < max(differences) < 0.02, "of the first decoded token"
+    drafted = Engine(rounded)
+    drafted.propose = proposer(plain.tokens, random.Random(0), 0.8)
+    assert ask(drafted, prompts()) == list(plain.tokens.values()) and drafted.core.state.counters.accepted_draft_tokens > 20
+    limits = {"max_num_seqs": 5, "max_num_batched_tokens": 400, "mixed_step_tokens": 400, "max_num_mixed_tokens": 400}
+    assert ask(Engine(rounded, graphs=True, sizes=SIZES, **limits), prompts()) == list(plain.tokens.values())
 
 
 def test_a_snapshot_comes_back_and_leaves_nothing_behind() -> None:
