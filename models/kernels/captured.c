@@ -37,8 +37,9 @@ size_t captured_bytes(void) { return sizeof(Captured); }
         if (error != CUDA_SUCCESS) return (int)error;                                                                                      \
     } while (0)
 
-static int is_set(const CUlaunchAttributeValue *value) { // cooperative, or the sizes of a cluster
-    return value->clusterDim.x || value->clusterDim.y || value->clusterDim.z;
+static int is_set(CUlaunchAttributeID kind, const CUlaunchAttributeValue *value) {
+    if (kind == CU_LAUNCH_ATTRIBUTE_COOPERATIVE) return value->cooperative != 0;
+    return value->clusterDim.x > 1 || value->clusterDim.y > 1 || value->clusterDim.z > 1;
 }
 
 static int read_kernel(Captured *all, Launch *launch, CUgraphNode node, CUstream stream, int overlaps) {
@@ -53,7 +54,8 @@ static int read_kernel(Captured *all, Launch *launch, CUgraphNode node, CUstream
         if (*pair == CU_LAUNCH_PARAM_BUFFER_POINTER) block = pair[1];
     for (size_t i = 0;; i++) {
         CUresult end = is_function ? cuFuncGetParamInfo(found.func, i, &offset, &size) : cuKernelGetParamInfo(found.kern, i, &offset, &size);
-        if (end != CUDA_SUCCESS) break;
+        if (end != CUDA_SUCCESS && end != CUDA_ERROR_INVALID_VALUE && i == 0) return UNSUPPORTED;
+        if (end != CUDA_SUCCESS) break; // there are no more
         if (i == MAX_PARAMETERS || all->num_offsets == MAX_OFFSETS || all->num_words + (offset + size + 7) / 8 > MAX_WORDS) return UNSUPPORTED;
         if (!block && !found.kernelParams) return UNSUPPORTED;
         memset(content + bytes, 0, (offset + size + 7) / 8 * 8 - bytes);
@@ -70,7 +72,8 @@ static int read_kernel(Captured *all, Launch *launch, CUgraphNode node, CUstream
         CUlaunchAttribute *attribute = &launch->attributes[config.numAttrs];
         memset(attribute, 0, sizeof *attribute);
         attribute->id = kinds[i];
-        if (cuGraphKernelNodeGetAttribute(node, kinds[i], &attribute->value) == CUDA_SUCCESS && is_set(&attribute->value)) config.numAttrs++;
+        CUresult error = cuGraphKernelNodeGetAttribute(node, kinds[i], &attribute->value);
+        if (error == CUDA_SUCCESS && is_set(kinds[i], &attribute->value)) config.numAttrs++;
     }
     if (overlaps) {
         CUlaunchAttribute *attribute = &launch->attributes[config.numAttrs++];
