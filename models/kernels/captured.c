@@ -56,7 +56,8 @@ static int read_kernel(Captured *all, Launch *launch, CUgraphNode node, CUstream
         CUresult end = is_function ? cuFuncGetParamInfo(found.func, i, &offset, &size) : cuKernelGetParamInfo(found.kern, i, &offset, &size);
         if (end != CUDA_SUCCESS && end != CUDA_ERROR_INVALID_VALUE && i == 0) return UNSUPPORTED;
         if (end != CUDA_SUCCESS) break; // there are no more
-        if (i == MAX_PARAMETERS || all->num_offsets == MAX_OFFSETS || all->num_words + (offset + size + 7) / 8 > MAX_WORDS) return UNSUPPORTED;
+        if (i == MAX_PARAMETERS || all->num_offsets == MAX_OFFSETS) return UNSUPPORTED;
+        if (all->num_words + (offset + size + 7) / 8 > MAX_WORDS) return UNSUPPORTED;
         if (!block && !found.kernelParams) return UNSUPPORTED;
         memset(content + bytes, 0, (offset + size + 7) / 8 * 8 - bytes);
         memcpy(content + offset, block ? (char *)block + offset : found.kernelParams[i], size);
