@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from models.kernels.stream import Normed, Residual, RowClass
+from models.layers import repeats
 from models.layers.moe import SparseMoe
 
 
@@ -23,6 +24,7 @@ class ExpertCounter:
             compute(layer, residual, x_TD, rows, valid_T)
 
         SparseMoe.add_ = add_  # type: ignore[assignment, method-assign]
+        repeats.can_capture = lambda: False  # repeated layers would count for another one
 
     @torch.inference_mode()
     def reset(self) -> None:
