@@ -18,8 +18,8 @@ from engine.scheduler.images import ImageDirectory, ImageEntry
 from engine.scheduler.request import Request, Status
 from engine.wire.messages import Chunk, FinishReason, ImageSource, StepPlan, WantedPixels
 from engine.wire.stats import EngineStats
+from engine.wire.step_sizes import StepSizes
 from engine.wire.updates import FIRST_VERSION
-from models.kernels.step_sizes import StepSizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,11 @@ import msgspec
 
 from engine.wire.config import GIB, HEAD_GRAPH_TOKENS, MAX_HEAD_DRAFTS, MIB, EngineConfig
 from engine.wire.messages import MAX_EARLY_TOKENS
+from engine.wire.step_sizes import PORTABLE, StepSizes
 from models.cache.spec import SPARE_ROWS, CacheSpec
 from models.config.formats import Format, entry_of, final_format
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig, TextConfig
-from models.kernels.step_sizes import StepSizes
-from models.kernels.triton.tuned import STEP_SIZES
 from models.lora.targets import TOWER, slot_bytes, targets
 
 VALUE_BYTES = 2  # bfloat16
@@ -113,8 +112,8 @@ def estimate(model: ModelConfig, config: EngineConfig) -> Used:
     if text.moe is not None:
         inner = (text.moe.num_experts_per_tok + text.moe.has_shared) * (text.moe.intermediate_size // config.tp + text.hidden_size)
     step = VALUE_BYTES * (inner + 3 * text.hidden_size) * config.max_num_batched_tokens
-    hidden = VALUE_BYTES * text.head_input_size * max_hidden(config, STEP_SIZES) if text.has_head else 0
-    samples = LOGITS_BYTES * max_samples(config, STEP_SIZES) * text.vocab_size
+    hidden = VALUE_BYTES * text.head_input_size * max_hidden(config, PORTABLE) if text.has_head else 0
+    samples = LOGITS_BYTES * max_samples(config, PORTABLE) * text.vocab_size
     adapters = config.num_adapter_slots * slot_bytes(model, config.tp, config.max_lora_rank, VALUE_BYTES)
     return Used(
         weights=weight_bytes(model, config.tp, decoder_format(config, text)) + adapters,
@@ -193,7 +192,7 @@ def check_plan(plan: Plan, free: float) -> None:
 
 def make_plan(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> Plan:
     """Plan a GPU for a model that is not loaded. Kernels are those of `portable`; those of `hopper` have more graphs, of up to 0.5 GiB."""
-    spec, sizes = model.text.cache_spec(config.tp, VALUE_BYTES), sizes_for(config, model, STEP_SIZES)
+    spec, sizes = model.text.cache_spec(config.tp, VALUE_BYTES), sizes_for(config, model, PORTABLE)
     return plan_memory(config, model, spec, sizes, estimate(model, config), gpu_memory)
 
 

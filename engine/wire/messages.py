@@ -24,8 +24,8 @@ from engine.wire.media import MediaRef, Region, VideoRef
 from engine.wire.params import ChatPrompt, Logprob, OutputOptions, SamplingParams, TextPrompt, TokenLogprobs, TokenPrompt
 from engine.wire.reports import Report, ShownReport
 from engine.wire.stats import EngineStats, Stages, TokenDetails
+from engine.wire.step_sizes import StepSizes
 from engine.wire.updates import Order, OrderResult
-from models.kernels.step_sizes import StepSizes
 
 API_ARENA = 0
 PROCESSOR_ARENA = 1

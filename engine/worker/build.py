@@ -26,6 +26,7 @@ from engine.wire.config import GIB, MIB, EngineConfig
 from engine.wire.ipc import Outbox
 from engine.wire.memory import Plan, check_plan, decoder_format, max_hidden, max_samples, plan_host, plan_memory, sizes_for
 from engine.wire.messages import MAX_PROPOSED, PROCESSOR_ARENA, Prefetch, WorkerReady
+from engine.wire.step_sizes import StepSizes, step_sizes
 from engine.wire.updates import Order
 from engine.worker.adapters import WorkerAdapters
 from engine.worker.graphs import StepGraphs
@@ -53,9 +54,9 @@ from models.kernels.make import make_backend
 from models.kernels.ops import KVPool
 from models.kernels.paged import allocate_pools
 from models.kernels.sampling import SamplingOps
-from models.kernels.step_sizes import StepSizes
 from models.parallel.group import TensorParallel
 from models.parallel.symmetric import SymmetricSums, peers_are_mapped
+from models.vision.shares import COSTS
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ STAGED_PER_SAMPLE = BYTES_PER_SAMPLE + 6 * INT64  # logits index and its positio
 @dataclass(frozen=True, slots=True)
 class Loaded:
     backend: Backend
+    sizes: StepSizes
     tp: TensorParallel
     model: LanguageModel
     sampling: SamplingOps
@@ -86,12 +88,12 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     config, text, free = child.config, model_config.text, free_bytes(device)
     loaded = load(child, model_config, rank, device)
     backend, model, spec = loaded.backend, loaded.model, loaded.model.cache_spec
-    step_sizes = sizes_for(config, model_config, backend.step_sizes)
-    captured = None if config.enforce_eager or not backend.captures_graphs else step_sizes
+    sizes = loaded.sizes
+    captured = None if config.enforce_eager or not backend.captures_graphs else sizes
     hidden_TX = None  # allocated before the weights are measured
     if text.has_head:
-        hidden_TX = torch.zeros((max_hidden(config, backend.step_sizes), text.head_input_size), dtype=model.dtype, device=device)
-    memory = divide_memory(loaded, config, step_sizes, free)
+        hidden_TX = torch.zeros((max_hidden(config, sizes), text.head_input_size), dtype=model.dtype, device=device)
+    memory = divide_memory(loaded, config, free)
     pools = allocate_pools(spec.paged, memory.num_blocks + 1, config.block_size, model.dtype, device)  # the last block is scratch
     attention = backend.attention(pools, text.num_heads // loaded.tp.size)
     max_blocks = -(-(child.runtime.max_model_len + MAX_PROPOSED) // config.block_size) + 1
@@ -102,7 +104,7 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
             before, num_graphs = free_bytes(device), graphs.capture()
         logger.info("%d graphs hold %.2f GiB", num_graphs, (before - free_bytes(device)) / GIB)
     arena = child.arena_view(PROCESSOR_ARENA)
-    staged = staging_bytes(config, max_samples(config, backend.step_sizes), max_blocks)
+    staged = staging_bytes(config, max_samples(config, sizes), max_blocks)
     images = make_images(loaded, arena)
     update = UpdateWorker(child, rank, model, images.forget_early).execute
     handlers: Handlers = {Prefetch: images.prefetch, Order: update}
@@ -124,13 +126,13 @@ def build_runner(child: Child, model_config: ModelConfig, rank: int, device: tor
     if device.type == "cuda":
         longest = min(child.runtime.max_model_len, config.max_num_batched_tokens)
         with phase("warm-up of steps"):
-            warm_up_steps(runner, [size for size in step_sizes.mixed if size <= longest])
+            warm_up_steps(runner, [size for size in sizes.mixed if size <= longest])
     ready = WorkerReady(
         rank=rank,
         num_blocks=memory.num_blocks,
         image_cache_bytes=memory.image_cache,
         bytes_per_image_token=model_config.num_visual_levels * text.hidden_size * model.dtype.itemsize,
-        step_sizes=step_sizes,
+        step_sizes=sizes,
         snapshot_blocks=spec.snapshot_blocks(config.block_size),
     )
     return runner, handlers, ready
@@ -140,9 +142,11 @@ def load(child: Child, model_config: ModelConfig, rank: int, device: torch.devic
     """Join the other ranks and load weights, while kernels are compiled and the rest of the worker warms up."""
     config, text = child.config, model_config.text
     dtype, backend = pick_dtype(config, device), make_backend(child.runtime.backend, device)
+    num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+    sizes = sizes_for(config, model_config, step_sizes(backend.name, num_multiprocessors))
     compile = partial(backend.load, text.heads(config.tp), model_config.vision_head_dim)
     kernels = meanwhile(device, "compilation and check of kernels", compile)
-    sampling = meanwhile(device, "warm-up of sampling", partial(make_sampler, child, model_config, backend, rank))
+    sampling = meanwhile(device, "warm-up of sampling", partial(make_sampler, child, model_config, backend, sizes, rank))
     decoder = backend.jpeg_decoder(config.processing_pool_size)
     warm = meanwhile(device, "warm-up of the image decoder", partial(warm_up, decoder))
     tp = join_ranks(child, rank, text.hidden_size, dtype, backend)
@@ -152,11 +156,12 @@ def load(child: Child, model_config: ModelConfig, rank: int, device: torch.devic
     tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     kernels.result()
     warm.result()
-    return Loaded(backend, tp, model, *sampling.result(), decoder, tower_stream, make_adapters(child, model, backend, tower_stream))
+    adapters = make_adapters(child, model, backend, tower_stream)
+    return Loaded(backend, sizes, tp, model, *sampling.result(), decoder, tower_stream, adapters)
 
 
-def make_sampler(child: Child, model_config: ModelConfig, backend: Backend, rank: int) -> tuple[SamplingOps, Sampler]:
-    config, num_samples = child.config, max_samples(child.config, backend.step_sizes)
+def make_sampler(child: Child, model_config: ModelConfig, backend: Backend, sizes: StepSizes, rank: int) -> tuple[SamplingOps, Sampler]:
+    config, num_samples = child.config, max_samples(child.config, sizes)
     ops = backend.sampling(num_samples, model_config.text.vocab_size)
     sampler = Sampler(ops, config.max_num_seqs, num_samples, model_config, Path(child.runtime.model_folder), backend.device)
     sampler.warm_up()
@@ -198,7 +203,7 @@ def make_rows(loaded: Loaded, config: EngineConfig, pools: list[KVPool], hidden_
 def make_images(loaded: Loaded, arena: ArenaView) -> ImageCache:
     """The image cache. Ranks encode an image together only if the tower's heads can be split."""
     model, tp, vision = loaded.model, loaded.tp, loaded.model.config.vision
-    costs = None if vision is None or vision.num_heads % tp.size else loaded.backend.split_costs
+    costs = None if vision is None or vision.num_heads % tp.size else COSTS[loaded.backend.name]
     reader = ImageReader(arena, loaded.decoder, model.device)
     return ImageCache(model.tower, reader, tp, loaded.tower_stream, costs, loaded.adapters)
 
@@ -223,15 +228,16 @@ def meanwhile(device: torch.device, name: str, run: Callable[[], Result]) -> Fut
     return ThreadPoolExecutor(1, name).submit(timed)
 
 
-def divide_memory(loaded: Loaded, config: EngineConfig, sizes: StepSizes, free: int) -> Plan:
+def divide_memory(loaded: Loaded, config: EngineConfig, free: int) -> Plan:
     """Plan this rank's device, of which `free` bytes were free at the start. ValueError if the model does not fit."""
     model, stream, limit = loaded.model, loaded.tower_stream, math.inf
     if stream is None:
         plan = plan_host(config, model.cache_spec)
     else:
         with phase("measurement of memory"):
-            limit, used = min(free, config.gpu_memory or free), measure(model, loaded.backend, loaded.sampling, config, stream, free)
-        plan = plan_memory(config, model.config, model.cache_spec, sizes, used, limit)
+            limit, num_logits = min(free, config.gpu_memory or free), max_samples(config, loaded.sizes)
+            used = measure(model, loaded.backend, loaded.sampling, config, num_logits, stream, free)
+        plan = plan_memory(config, model.config, model.cache_spec, loaded.sizes, used, limit)
     check_plan(plan, limit)
     logger.info("memory in GiB: %s", ", ".join(map(" ".join, plan.in_gib.items())))
     return plan

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.wire.step_sizes import StepSizes
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.samples import BYTES_PER_SAMPLE, Int64s, Samples
 from engine.worker.staging import Staging, staged_bytes
@@ -24,7 +25,6 @@ from models.cache.layout import AttentionLayout, offsets_of
 from models.decoders.batch import ForwardBatch
 from models.decoders.contract import LanguageModel
 from models.kernels.paged import MakeFixed, PagedAttention
-from models.kernels.step_sizes import StepSizes
 
 FIRST_WARM_UPS = 3  # of the first graph; others need one, for their own kernels
 PAGE_BYTES = 4

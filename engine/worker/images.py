@@ -23,7 +23,7 @@ from engine.worker.jpeg import ImageReader
 from engine.worker.stopwatch import Stopwatch
 from models.decoders.contract import Tower
 from models.parallel.group import TensorParallel
-from models.vision.shares import Shares, SplitCosts, part_of, share_out
+from models.vision.shares import Shares, UlyssesCosts, part_of, share_out
 
 FIRST_GROUP_TOKENS = 512  # tokens read before the tower starts
 GROUP_TOKENS = 4096  # enough for the tower to run at full speed
@@ -56,7 +56,7 @@ class ImageCache:
     reader: ImageReader
     tp: TensorParallel
     stream: torch.cuda.Stream | None = None
-    split_costs: SplitCosts | None = None  # None: no image is encoded by all ranks together
+    ulysses_costs: UlyssesCosts | None = None  # None: no image is encoded by all ranks together
     adapters: WorkerAdapters | None = None
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
     _last_use: dict[int, torch.cuda.Event] = field(default_factory=dict)
@@ -217,7 +217,7 @@ class ImageCache:
 
     def _share_out(self, encodes: Sequence[Encode]) -> Shares:
         """Divide images over the ranks. If any has a slot, no image is split over the ranks, since only the groups of a rank have slots."""
-        costs = None if any(encode.slot >= 0 for encode in encodes) else self.split_costs
+        costs = None if any(encode.slot >= 0 for encode in encodes) else self.ulysses_costs
         return share_out([math.prod(encode.grid) for encode in encodes], self.tp.size, costs)
 
     def _zeros(self, num_tokens: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from engine.wire.config import EngineConfig
-from engine.wire.memory import Used, gather_bytes, max_samples
+from engine.wire.memory import Used, gather_bytes
 from engine.wire.messages import SamplingParams
 from engine.worker.head import run_head
 from engine.worker.sampling.samples import samples_of
@@ -41,11 +41,17 @@ def _peak_of(run: Callable[[], None], device: torch.device) -> int:
 
 
 def measure(
-    model: LanguageModel, backend: Backend, sampling: SamplingOps, config: EngineConfig, tower_stream: torch.cuda.Stream, free: int
+    model: LanguageModel,
+    backend: Backend,
+    sampling: SamplingOps,
+    config: EngineConfig,
+    num_logits: int,
+    tower_stream: torch.cuda.Stream,
+    free: int,
 ) -> Used:
-    """Measure a loaded model on a GPU, of which `free` bytes were free at the start."""
+    """Measure a loaded model on a GPU, of which `free` bytes were free at the start, with steps that sample `num_logits` times."""
     weights = torch.cuda.memory_allocated(model.device)
-    encode, step = _peaks(model, backend, sampling, config, tower_stream)
+    encode, step = _peaks(model, backend, sampling, config, num_logits, tower_stream)
     torch.cuda.empty_cache()  # the cached memory of the peaks does not fit the KV pool
     return Used(
         weights=weights,
@@ -58,7 +64,7 @@ def measure(
 
 @torch.inference_mode()
 def _peaks(
-    model: LanguageModel, backend: Backend, sampling: SamplingOps, config: EngineConfig, tower_stream: torch.cuda.Stream
+    model: LanguageModel, backend: Backend, sampling: SamplingOps, config: EngineConfig, num_logits: int, tower_stream: torch.cuda.Stream
 ) -> tuple[int, int]:
     """Measure an encoder budget of images (on `tower_stream`), then a full batch of tokens whose rows all sample by sorting. Pools and
     states of rows are not counted."""
@@ -72,7 +78,7 @@ def _peaks(
 
     encode_bytes, num_blocks = _peak_of(encode, device), -(-num_tokens // config.block_size)
     pools = allocate_pools(spec.paged, num_blocks, config.block_size, model.dtype, device)
-    batch = _one_long_row(num_tokens, num_blocks, max_samples(config, backend.step_sizes), spec, device)
+    batch = _one_long_row(num_tokens, num_blocks, num_logits, spec, device)
 
     def step() -> None:
         attention = backend.attention(pools, model.config.text.num_heads // model.tp.size)

@@ -12,11 +12,9 @@ from models.kernels.jpeg import JpegDecoder
 from models.kernels.ops import KVPool, Ops
 from models.kernels.paged import AttentionBackend, MakeFixed
 from models.kernels.sampling import SamplingOps
-from models.kernels.step_sizes import StepSizes
 from models.kernels.transfers import Transfers
 from models.kernels.varlen import VarlenAttention
 from models.parallel.group import Exchange
-from models.vision.shares import SplitCosts
 
 
 class Backend(Protocol):
@@ -26,8 +24,6 @@ class Backend(Protocol):
     device: torch.device
     ops: Ops
     transfers: Transfers
-    step_sizes: StepSizes
-    split_costs: SplitCosts  # costs of an image that several ranks encode
     captures_graphs: bool  # whether CUDA graphs can be captured
 
     def runs(self, format: Format) -> bool:

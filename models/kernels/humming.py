@@ -25,7 +25,7 @@ WHOLE = 8  # multiple of rows and columns before that
 LOCKS = 2048  # of tiles whose sums several blocks add up, as the library's own layers have
 TYPES = {"int4": "uint4", "int8": "uint8", "float4": "float4e2m1", "float8": "float8e4m3"}  # by element
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 2048)  # each with the kernel that the library takes for so many; it has 34 for a shape
-SLOTS = (8, 64, 512, 1024, 2048, 4096, 8192, 16_384, 65_536)  # choices of experts, the same
+CHOICES = (8, 64, 512, 1024, 2048, 4096, 8192, 16_384, 65_536)  # choices of experts, the same
 EVERY = 1 << 30
 
 _compilers = ThreadPoolExecutor(8, "humming")
@@ -34,7 +34,7 @@ _compilers = ThreadPoolExecutor(8, "humming")
 class Kernel(NamedTuple):
     """A kernel for so many choices of experts at most, whose blocks have `rows` of them; or the table of all kernels of a single matrix."""
 
-    num_slots: int
+    num_choices: int
     rows: int
     table: torch.Tensor
 
@@ -45,8 +45,8 @@ def _compiling(config: Any, device: torch.device, is_indexed: bool, sizes: tuple
     from humming.kernel.humming import HummingKernel
     from humming.tune import get_heuristics_config
 
-    def compiled(num_slots: int, rows: int, options: dict[str, str], ranges: list[list[Any]]) -> Kernel:
-        return Kernel(num_slots, rows, HummingKernel.prepare_kernels(config.to_str(), json.dumps(options), ranges, device))
+    def compiled(num_choices: int, rows: int, options: dict[str, str], ranges: list[list[Any]]) -> Kernel:
+        return Kernel(num_choices, rows, HummingKernel.prepare_kernels(config.to_str(), json.dumps(options), ranges, device))
 
     options = {"gemm_type": "indexed"} if is_indexed else {}
     found = [get_heuristics_config(config, shape_m=size, device=device, **options) for size in sizes]
@@ -115,7 +115,7 @@ class Humming(TritonProducts[Any]):
         from humming.ops import launch_kernel
 
         self.matrix = HummingMatrix.of(self.matrix, self.count)
-        device, sizes = self.matrix.tensors["weight"].device, SLOTS[self.has_gemv :] if self.count > 1 else TOKENS
+        device, sizes = self.matrix.tensors["weight"].device, CHOICES[self.has_gemv :] if self.count > 1 else TOKENS
         self._compiling = _compiling(self.matrix.config, device, self.count > 1, sizes)
         locks = torch.zeros(LOCKS, dtype=torch.int32, device=device)
         self._launch: Callable[..., torch.Tensor] = partial(launch_kernel, **self.matrix.tensors, locks=locks)
@@ -138,8 +138,8 @@ class Humming(TritonProducts[Any]):
     ) -> torch.Tensor:
         choices, down = route(logits_TE, experts, valid_T, counted=True), triton_products(experts.down)
         assert isinstance(down, Humming)
-        num_slots = choices.experts_TK.numel()
-        kernel, kernel_down = self._kernel_for(num_slots), down._kernel_for(num_slots)
+        num_choices = choices.experts_TK.numel()
+        kernel, kernel_down = self._kernel_for(num_choices), down._kernel_for(num_choices)
         blocks = sort(choices, kernel.rows, is_filled=True)
         inner_SI = swiglu(self._of_choices(kernel, x_TD, blocks, experts.num_given))
         if kernel_down.rows != blocks.rows:
@@ -148,12 +148,12 @@ class Humming(TritonProducts[Any]):
         weighted_sum(down._of_choices(kernel_down, inner_SI, blocks, 1), choices.experts_TK, choices.weights_TK, sum_TD, adds=False)
         return sum_TD[None]
 
-    def _kernel_for(self, num_slots: int) -> Kernel:
-        return next((kernel for kernel in self._kernels if num_slots <= kernel.num_slots), self._kernels[-1])
+    def _kernel_for(self, num_choices: int) -> Kernel:
+        return next((kernel for kernel in self._kernels if num_choices <= kernel.num_choices), self._kernels[-1])
 
     def _of_choices(self, kernel: Kernel, x: torch.Tensor, blocks: SortedChoices, per_input: int) -> torch.Tensor:
         """Return (S, N), the products of the choices, undefined at a choice of -1. `per_input` choices share each row of x."""
         return self._launch(
             configs=kernel.table, inputs=x, outputs=x.new_empty((len(x) * per_input, self.width // self.count)), top_k=per_input,
-            sorted_ids=blocks.slots, expert_ids=blocks.experts_B, num_tokens_padded=blocks.end_1,
+            sorted_ids=blocks.choices, expert_ids=blocks.experts_B, num_tokens_padded=blocks.end_1,
         )  # fmt: skip

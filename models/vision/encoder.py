@@ -10,8 +10,8 @@ from models.layers.linear import Setup
 from models.media.geometry import Grid
 from models.vision.graphs import TowerGraphs
 from models.vision.preprocess import Preprocessor
-from models.vision.split import SplitAttention
 from models.vision.tower import VisionTower
+from models.vision.ulysses import UlyssesAttention
 
 
 def make_tower(config: ModelConfig, backend: Backend, setup: Setup) -> VisionTower:
@@ -19,7 +19,7 @@ def make_tower(config: ModelConfig, backend: Backend, setup: Setup) -> VisionTow
     tp, heads, head_dim = setup.tp, config.vision.num_heads, config.vision.head_dim
     attention = backend.varlen_attention(heads, head_dim)
     if tp.size > 1 and heads % tp.size == 0:
-        attention = SplitAttention(attention, backend.varlen_attention(heads // tp.size, head_dim), tp, config.vision.merge_size**2)
+        attention = UlyssesAttention(attention, backend.varlen_attention(heads // tp.size, head_dim), tp, config.vision.merge_size**2)
     return VisionTower(config.vision, attention, setup)
 
 

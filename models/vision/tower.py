@@ -21,8 +21,8 @@ from models.layers.repeats import Repeats
 from models.layers.rotary import inverse_frequencies
 from models.media.geometry import Grid
 from models.vision.preprocess import PIXEL_SCALE
-from models.vision.split import SplitAttention
 from models.vision.tables import MAX_CACHED_PATCHES, GridTables, PositionGrid, TableCache, Tables, grid_tables
+from models.vision.ulysses import UlyssesAttention
 
 LAYER_NORM_EPS = 1e-6
 
@@ -201,7 +201,7 @@ class VisionTower(nn.Module):
 
     def part(self, patches_FPX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """Return the embeddings of this rank's tokens only. Collective: all ranks pass all patches."""
-        assert isinstance(self.attention, SplitAttention)
+        assert isinstance(self.attention, UlyssesAttention)
         own, tables = self.attention.plan_parts([t * h * w for t, h, w in grids]), self.tables(grids)
         return self.compute(patches_FPX[:, own], Tables([torch.cat(tables.position_PD)[own]], tables.cos_sin_PK), is_whole=False)
 

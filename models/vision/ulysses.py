@@ -12,7 +12,7 @@ from models.parallel.group import TensorParallel
 from models.vision.shares import part_of
 
 
-class SplitAttention:
+class UlyssesAttention:
     """`VarlenAttention` of whole images or, after `plan_parts`, of images whose patches are distributed over all ranks."""
 
     def __init__(self, whole: VarlenAttention, of_own_heads: VarlenAttention, tp: TensorParallel, group_size: int) -> None:

@@ -26,8 +26,8 @@ from engine.wire.config import EngineConfig
 from engine.wire.messages import EngineRequest, ImageSource, ImageSpan, Region, WorkerReady
 from engine.wire.params import SamplingParams
 from engine.wire.stats import Stages
+from engine.wire.step_sizes import StepSizes
 from models.demo import CHECKPOINT
-from models.kernels.step_sizes import StepSizes
 from tests.e2e.serving import ROOT, Counted, Engine, image_part, picture, text_part
 from tests.eventually import HANG_GUARD_S
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 from transformers import Qwen3VLForConditionalGeneration
 
+from engine.wire.step_sizes import HOPPER
 from engine.worker import graphs
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.samples import HostSamples
 from models.decoders.batch import ForwardBatch
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.backend import Backend
-from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
 from models.parallel.group import TensorParallel
 from tests.gpu.generated import config_of, fill_generated, reference_logits
 from tests.unit.models.harness import PagedRunner, Part, Prompt, noise_image, relative, smooth_image
@@ -114,7 +114,7 @@ def host_step(batch: ForwardBatch) -> HostStep:
 
 def graphs_of(model: Qwen3VL, backend: Backend, runner: PagedRunner, decodes: tuple[int, ...], num_seqs: int) -> graphs.StepGraphs:
     """Graphs for the runner's pools, one page of which is scratch memory."""
-    sizes = msgspec.structs.replace(HOPPER_STEP_SIZES, decodes=decodes)
+    sizes = msgspec.structs.replace(HOPPER, decodes=decodes)
     make_attention = backend.fixed_attention(runner.pools, model.config.text.num_heads, decodes[-1], 1024)
     assert make_attention is not None
     scratch = runner.start(Prompt([5], [], []))

@@ -7,12 +7,10 @@ import torch
 from models.kernels.heads import Heads, hopper_takes
 from models.kernels.hopper.attention import eager_attention, fixed_attention_factory
 from models.kernels.hopper.compile import NO_HEADS, load_kernels
-from models.kernels.hopper.tuned import SPLIT_COSTS, step_sizes
 from models.kernels.hopper.varlen_attention import HopperVarlen
 from models.kernels.ops import FLOAT8, KVPool
 from models.kernels.paged import EagerAttention, MakeFixed
 from models.kernels.triton.backend import PortableBackend
-from models.kernels.triton.launch import num_multiprocessors
 from models.kernels.varlen import VarlenAttention
 
 FLOAT8_HEAD_DIM = 128  # of a cache in float8
@@ -29,11 +27,6 @@ class HopperBackend(PortableBackend):
     """See `Backend`."""
 
     name = "hopper"
-    split_costs = SPLIT_COSTS
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.step_sizes = step_sizes(num_multiprocessors(device))
 
     def load(self, heads: Heads, vision_head_dim: int) -> None:
         load_kernels(heads.dim if hopper_takes(heads) else NO_HEADS, vision_head_dim)

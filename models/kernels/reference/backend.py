@@ -14,7 +14,6 @@ from models.kernels.reference.attention import TorchAttention
 from models.kernels.reference.jpeg import PillowDecoder
 from models.kernels.reference.ops import TorchOps
 from models.kernels.reference.sampling import TorchSampling
-from models.kernels.reference.tuned import SPLIT_COSTS, STEP_SIZES
 from models.kernels.reference.varlen import TorchVarlen
 from models.kernels.sampling import SamplingOps
 from models.kernels.transfers import Transfers
@@ -26,8 +25,6 @@ class TorchBackend:
 
     name = "torch"
     captures_graphs = False
-    step_sizes = STEP_SIZES
-    split_costs = SPLIT_COSTS
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -21,7 +21,7 @@ from models.kernels.triton.paged_attention import eager_attention, fixed_attenti
 from models.kernels.triton.sampling import TritonSampling
 from models.kernels.triton.self_check import check_kernels
 from models.kernels.triton.transfers import TritonTransfers
-from models.kernels.triton.tuned import SPLIT_COSTS, STEP_SIZES, AttentionTiles, attention_tiles
+from models.kernels.triton.tuned import AttentionTiles, attention_tiles
 from models.kernels.triton.varlen_attention import DenseVarlen
 from models.kernels.varlen import VarlenAttention
 
@@ -31,8 +31,6 @@ class PortableBackend:
 
     name = "portable"
     captures_graphs = True
-    step_sizes = STEP_SIZES
-    split_costs = SPLIT_COSTS
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,4 +1,4 @@
-"""Triton kernels of a mixture of SwiGLU experts that `routing` chose. A choice (slot) is token * CHOSEN + k: the token's k-th best expert,
+"""Triton kernels of a mixture of SwiGLU experts that `routing` chose. Choice token * CHOSEN + k is the token's k-th best expert,
 or after these the shared one.
 
 Programs for few tokens search all choices for those of their expert; many choices are sorted. The host is not involved.
@@ -43,7 +43,7 @@ def _column_scales(place: tensor, column: tensor, DISTANCE: constexpr) -> tensor
 
 @triton.jit
 def _multiply(
-    x: tensor, x_scales: tensor, matrices: tensor, scales: tensor, weights: tensor, out: tensor, expert: tensor, slot: tensor,
+    x: tensor, x_scales: tensor, matrices: tensor, scales: tensor, weights: tensor, out: tensor, expert: tensor, choice: tensor,
     inside: tensor, tile: tensor, num_tokens: tensor, scale_stride: tensor, GATED: constexpr, SCALED: constexpr, TURNED: constexpr,
     CHOSEN: constexpr, WIDTH: constexpr, OUT: constexpr, SCALES: constexpr, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr,
     STAGES: constexpr,
@@ -54,9 +54,9 @@ def _multiply(
     these values, and results times the router's weights are partial sums of tokens. TURNED: ROWS are columns of the MMA.
     """
     column, depth = tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    source, row, first = slot, column, tile * COLUMNS
+    source, row, first = choice, column, tile * COLUMNS
     if GATED:
-        source, row, first = slot // CHOSEN, column % 2 * (OUT // 2) + column // 2, tile * (COLUMNS // 2)
+        source, row, first = choice // CHOSEN, column % 2 * (OUT // 2) + column // 2, tile * (COLUMNS // 2)
     inputs = x + source.to(tl.int64)[:, None] * WIDTH + depth[None, :]
     factors = matrices + (expert.to(tl.int64) * OUT + row)[None, :] * WIDTH + depth[:, None]
     block = scales + (expert * (OUT // 128) + first // 128) * SCALES
@@ -76,27 +76,27 @@ def _multiply(
     if GATED:
         gate, up = tl.split(tl.reshape(total, (ROWS, COLUMNS // 2, 2)))
         half = tile * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
-        place = out + slot.to(tl.int64)[:, None] * (OUT // 2) + half[None, :]
+        place = out + choice.to(tl.int64)[:, None] * (OUT // 2) + half[None, :]
         tl.store(place, (gate / (1 + tl.exp(-gate)) * up).to(out.dtype.element_ty), inside[:, None])
     else:
-        total *= floats(weights + slot, inside)[:, None]
-        part = (slot % CHOSEN).to(tl.int64) * num_tokens + slot // CHOSEN
+        total *= floats(weights + choice, inside)[:, None]
+        part = (choice % CHOSEN).to(tl.int64) * num_tokens + choice // CHOSEN
         tl.store(out + part[:, None] * OUT + column[None, :], total.to(out.dtype.element_ty), inside[:, None])
 
 
-@kernel(do_not_specialize=["num_slots", "num_tokens", "scale_stride"])
+@kernel(do_not_specialize=["num_choices", "num_tokens", "scale_stride"])
 def _multiply_experts(
     x: tensor, x_scales: tensor, matrices: tensor, scales: tensor, weights: tensor, out: tensor, choices: tensor, experts: tensor,
-    rows: tensor, num_slots: tensor, num_tokens: tensor, scale_stride: tensor, SLOTS: constexpr, GATED: constexpr, SCALED: constexpr,
+    rows: tensor, num_choices: tensor, num_tokens: tensor, scale_stride: tensor, SEARCHED: constexpr, GATED: constexpr, SCALED: constexpr,
     TURNED: constexpr, CHOSEN: constexpr, WIDTH: constexpr, OUT: constexpr, SCALES: constexpr, ROWS: constexpr, COLUMNS: constexpr,
     DEPTH: constexpr, STAGES: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """With SLOTS, program (i, j) computes the j-th columns of the expert of choice i, unless an earlier choice has the same expert.
+    """With SEARCHED, program (i, j) computes the j-th columns of the expert of choice i, unless an earlier choice has the same expert.
     Otherwise a program computes some columns of one block of sorted `choices`, in order of blocks."""
     await_kernel(OVERLAP)
-    if SLOTS:
-        index, every = tl.program_id(0), tl.arange(0, SLOTS)
-        expert_of = tl.load(choices + every, every < num_slots, -1)
+    if SEARCHED:
+        index, every = tl.program_id(0), tl.arange(0, SEARCHED)
+        expert_of = tl.load(choices + every, every < num_choices, -1)
         expert = tl.load(choices + index)
         mine = (expert_of == expert).to(tl.int32)
         is_later = tl.sum(tl.where(every < index, mine, 0), 0) > 0
@@ -105,9 +105,9 @@ def _multiply_experts(
         for start in range(0, count, ROWS):
             row = start + tl.arange(0, ROWS)
             is_row = (mine[None, :] > 0) & (rank[None, :] == row[:, None])
-            slot = tl.sum(tl.where(is_row, every[None, :], 0), 1)
+            choice = tl.sum(tl.where(is_row, every[None, :], 0), 1)
             _multiply(
-                x, x_scales, matrices, scales, weights, out, expert, slot, row < count, tl.program_id(1), num_tokens,
+                x, x_scales, matrices, scales, weights, out, expert, choice, row < count, tl.program_id(1), num_tokens,
                 scale_stride, GATED, SCALED, TURNED, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
             )  # fmt: skip
     else:
@@ -115,9 +115,9 @@ def _multiply_experts(
         block, row = tl.program_id(0) // TILES, tl.arange(0, ROWS)
         expert, count = tl.load(experts + block), tl.load(rows + block)
         if count > 0:
-            slot = tl.load(choices + block * ROWS + row, row < count, 0)
+            choice = tl.load(choices + block * ROWS + row, row < count, 0)
             _multiply(
-                x, x_scales, matrices, scales, weights, out, expert, slot, row < count, tl.program_id(0) % TILES, num_tokens,
+                x, x_scales, matrices, scales, weights, out, expert, choice, row < count, tl.program_id(0) % TILES, num_tokens,
                 scale_stride, GATED, SCALED, TURNED, CHOSEN, WIDTH, OUT, SCALES, ROWS, COLUMNS, DEPTH, STAGES,
             )  # fmt: skip
 
@@ -149,12 +149,12 @@ def sparse_swiglu(
 ) -> torch.Tensor:
     """Return (S, T, D) in `room`, see `Ops`, from the router's logits `logits_TE`, for at least one token."""
     num_tokens, width = x_TD.shape
-    num_slots = num_tokens * experts.num_given
+    num_choices = num_tokens * experts.num_given
     tiles = expert_tiles(num_tokens, is_float8, capability_of(x_TD.device))
-    parts_KTD, is_much = room(experts.num_given, num_tokens, width), num_slots > FEW_CHOICES
+    parts_KTD, is_much = room(experts.num_given, num_tokens, width), num_choices > FEW_CHOICES
     choices = route(logits_TE, experts, valid_T, parts_KTD, counted=is_much)
     blocks = sort(choices, tiles.rows) if is_much else None
-    inner_SI = x_TD.new_empty((num_slots, experts.down.shape[1]))
+    inner_SI = x_TD.new_empty((num_choices, experts.down.shape[1]))
     _launch(gate_up(x_TD), choices, blocks, inner_SI, tiles, is_gated=True)
     _launch(down(inner_SI), choices, blocks, parts_KTD, tiles, is_gated=False)
     return parts_KTD
@@ -170,10 +170,10 @@ def _weighted_sum(
     await_previous_kernel(OVERLAP)
     total = tl.zeros((COLUMNS,), tl.float32)
     for k in tl.static_range(CHOSEN):
-        slot = token * CHOSEN + k
-        is_ours = tl.load(chosen + slot) >= 0  # other values there are invalid
-        weight = tl.load(weights + slot).to(tl.float32)
-        total += floats(values + slot * WIDTH + column, column < tl.where(is_ours, WIDTH, 0)) * tl.where(is_ours, weight, 0.0)
+        choice = token * CHOSEN + k
+        is_ours = tl.load(chosen + choice) >= 0  # other values there are invalid
+        weight = tl.load(weights + choice).to(tl.float32)
+        total += floats(values + choice * WIDTH + column, column < tl.where(is_ours, WIDTH, 0)) * tl.where(is_ours, weight, 0.0)
     place = out + token * WIDTH + column
     if ADD:
         total += floats(place, column < WIDTH)
@@ -196,15 +196,15 @@ def _launch(
     (num_tokens, chosen), (rows, width) = choices.experts_TK.shape, given.matrices.shape
     rows_out, is_scaled = rows // choices.num_experts, given.num_scales > 0
     columns = math.gcd(rows_out, tiles.up_columns if is_gated else tiles.down_columns)
-    num_tiles, num_slots = rows_out // columns, num_tokens * chosen
+    num_tiles, num_choices = rows_out // columns, num_tokens * chosen
     if blocks is not None:
-        grid, slots, lists = (len(blocks.experts_B) * num_tiles, 1), 0, (blocks.slots, blocks.experts_B, blocks.rows_B)
+        grid, searched, lists = (len(blocks.experts_B) * num_tiles, 1), 0, (blocks.choices, blocks.experts_B, blocks.rows_B)
     else:
-        grid, slots = (num_slots, num_tiles), next(size for size in (16, 128, FEW_CHOICES) if size >= num_slots)
+        grid, searched = (num_choices, num_tiles), next(size for size in (16, 128, FEW_CHOICES) if size >= num_choices)
         lists = (choices.experts_TK,) * 3
     _multiply_experts[grid](
-        given.inputs, given.input_scales, given.matrices, given.scales, choices.weights_TK, out, *lists, num_slots, num_tokens,
-        given.scale_stride, SLOTS=slots, GATED=is_gated, SCALED=is_scaled, TURNED=is_scaled and tiles.rows < TURNED_ROWS,
+        given.inputs, given.input_scales, given.matrices, given.scales, choices.weights_TK, out, *lists, num_choices, num_tokens,
+        given.scale_stride, SEARCHED=searched, GATED=is_gated, SCALED=is_scaled, TURNED=is_scaled and tiles.rows < TURNED_ROWS,
         CHOSEN=chosen, WIDTH=width, OUT=rows_out, SCALES=given.num_scales,
         ROWS=tiles.rows, COLUMNS=columns, DEPTH=math.gcd(width, tiles.depth), STAGES=tiles.stages, num_warps=tiles.warps,
     )  # fmt: skip

@@ -1,5 +1,5 @@
 """Triton kernels of a mixture's router. Many choices are sorted by expert into tiles with atomic counters; the order within an expert
-varies without effect on any row. A choice (slot): see `moe`."""
+varies without effect on any row. Choices: see `moe`."""
 
 from dataclasses import dataclass
 
@@ -65,11 +65,11 @@ def _route(
         mine = mine & (tl.load(is_real + token) != 0)
     best = tl.where(mine, best - first, -1)
     mine = best >= 0
-    slot, inside = token * GIVEN + choice, choice < GIVEN
-    tl.store(chosen + slot, best, inside)
-    tl.store(weights + slot, weight.to(weights.dtype.element_ty), inside)
+    index, inside = token * GIVEN + choice, choice < GIVEN
+    tl.store(chosen + index, best, inside)
+    tl.store(weights + index, weight.to(weights.dtype.element_ty), inside)
     if COUNTED:
-        tl.store(ranks + slot, tl.atomic_add(counts + best, 1, mine), mine)
+        tl.store(ranks + index, tl.atomic_add(counts + best, 1, mine), mine)
     if ZEROED and tl.sum(mine.to(tl.int32), 0) < GIVEN:
         for k in tl.static_range(GIVEN):
             if tl.sum(tl.where(choice == k, mine.to(tl.int32), 0), 0) == 0:
@@ -79,23 +79,23 @@ def _route(
                     tl.store(parts + place + column, tl.zeros((STRIPE,), parts.dtype.element_ty), column < WIDTH)
 
 
-@kernel(do_not_specialize=["num_slots", "num_blocks"])
+@kernel(do_not_specialize=["num_choices", "num_blocks"])
 def _sort(
-    chosen: tensor, ranks: tensor, counts: tensor, slots: tensor, experts: tensor, rows: tensor, end_of_all: tensor, num_slots: tensor,
+    chosen: tensor, ranks: tensor, counts: tensor, choices: tensor, experts: tensor, rows: tensor, end_of_all: tensor, num_choices: tensor,
     num_blocks: tensor, EXPERTS: constexpr, BLOCK: constexpr, ROWS: constexpr, FILLED: constexpr, SORTED: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """One program: sort SORTED choices, with each expert's starting at a multiple of ROWS, and write expert and rows of some blocks. With
-    FILLED, a power of two, the other slots of a block are set to `num_slots`."""
+    FILLED, a power of two, the other places of a block are set to `num_choices`."""
     expert = tl.arange(0, BLOCK)
-    slot = tl.program_id(0) * SORTED + tl.arange(0, SORTED)
+    choice = tl.program_id(0) * SORTED + tl.arange(0, SORTED)
     await_kernel(OVERLAP)
     count = tl.load(counts + expert, expert < EXPERTS, 0)
     padded = (count + ROWS - 1) // ROWS * ROWS
     end = tl.cumsum(padded, 0)
     start = end - padded
-    mine = tl.load(chosen + slot, slot < num_slots, -1)
+    mine = tl.load(chosen + choice, choice < num_choices, -1)
     first = tl.sum(tl.where(mine[:, None] == expert[None, :], start[None, :], 0), 1)
-    tl.store(slots + first + tl.load(ranks + slot, mine >= 0, 0), slot, mine >= 0)
+    tl.store(choices + first + tl.load(ranks + choice, mine >= 0, 0), choice, mine >= 0)
     if tl.program_id(0) == 0:
         tl.store(end_of_all, tl.sum(padded, 0))
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
@@ -105,7 +105,7 @@ def _sort(
         tl.store(rows + block, left)
         if FILLED:
             row = tl.arange(0, FILLED)
-            tl.store(slots + block * ROWS + row, num_slots, (row >= left) & (row < ROWS))
+            tl.store(choices + block * ROWS + row, num_choices, (row >= left) & (row < ROWS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +125,10 @@ class SortedChoices:
     are have an invalid expert."""
 
     rows: int
-    slots: torch.Tensor  # (B * rows,); invalid after a block's choices, or T * K if filled
+    choices: torch.Tensor  # (B * rows,); invalid after a block's choices, or T * K if filled
     experts_B: torch.Tensor
     rows_B: torch.Tensor  # number of choices from the block's first on, at most 0 after the last one
-    end_1: torch.Tensor  # number of slots up to the last block's end
+    end_1: torch.Tensor  # places up to the last block's end
 
 
 def route(
@@ -154,14 +154,14 @@ def sort(choices: Choices, rows: int, is_filled: bool = False) -> SortedChoices:
     """Sort counted choices into blocks of `rows`."""
     experts_TK, ranks_TK, counts_E = choices.experts_TK, choices.ranks_TK, choices.counts_E
     assert ranks_TK is not None and counts_E is not None
-    num_slots = experts_TK.numel()
-    num_blocks = cdiv(num_slots, rows) + choices.num_experts  # upper bound: each expert may have one partial block
+    num_choices = experts_TK.numel()
+    num_blocks = cdiv(num_choices, rows) + choices.num_experts  # upper bound: each expert may have one partial block
     sizes = num_blocks * rows, num_blocks, num_blocks, 1  # each aligned: Triton compiles a kernel for each alignment
-    slots, *lists = (experts_TK.new_empty(size) for size in sizes)
-    made = SortedChoices(rows, slots, *lists)
+    sorted_choices, *lists = (experts_TK.new_empty(size) for size in sizes)
+    made = SortedChoices(rows, sorted_choices, *lists)
     block = power_of_2(choices.num_experts)
-    _sort[(cdiv(num_slots, SORTED),)](
-        experts_TK, ranks_TK, counts_E, slots, made.experts_B, made.rows_B, made.end_1, num_slots, num_blocks,
+    _sort[(cdiv(num_choices, SORTED),)](
+        experts_TK, ranks_TK, counts_E, made.choices, made.experts_B, made.rows_B, made.end_1, num_choices, num_blocks,
         EXPERTS=choices.num_experts, BLOCK=block, ROWS=rows, FILLED=power_of_2(rows) if is_filled else 0, SORTED=SORTED,
         num_warps=max(SORT_WARPS, block // SORTED_BY_WARP),
     )  # fmt: skip

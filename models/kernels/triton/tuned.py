@@ -2,22 +2,6 @@
 
 from dataclasses import dataclass
 
-from models.kernels.step_sizes import StepSizes
-from models.vision.shares import SplitCosts
-
-SPLIT_COSTS = SplitCosts(fixed=8000, exchanged=2.0, square=6600)  # estimated for GPUs that communicate over PCIe
-
-# Sizes that fit the tiles of matrix products on any GPU.
-STEP_SIZES = StepSizes(
-    mixed=(128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
-    cheap=192,
-    usual=320,
-    usual_sparse=512,
-    max_mixed_prefill=1008,
-    decodes=(1, 2, 4, *range(8, 129, 8)),
-    verify_rows=96,  # estimated: an H200 multiplies 184 times per weight read, an A100 160, an L40S 210; small tiles lose some
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Tiles:

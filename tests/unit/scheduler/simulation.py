@@ -37,7 +37,7 @@ from engine.wire.messages import (
     for_adapter,
 )
 from engine.wire.stats import Stages
-from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
+from engine.wire.step_sizes import HOPPER
 from tests.unit.scheduler.invariants import check_core, check_state
 
 EOS = 7
@@ -67,7 +67,7 @@ def make_core(
         "max_num_encoder_tokens": 16,
         "mixed_step_tokens": 312,
         "bytes_per_image_token": TOKEN_BYTES,
-        "step_sizes": HOPPER_STEP_SIZES,
+        "step_sizes": HOPPER,
     }
     merged = Limits(**{**defaults, **limits})
     images, adapters = ImageDirectory(image_tokens * TOKEN_BYTES), AdapterDirectory(num_slots, num_ranks)

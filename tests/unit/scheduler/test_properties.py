@@ -12,7 +12,7 @@ from engine.scheduler import policy
 from engine.scheduler import request as request_module
 from engine.scheduler.core import SchedulerCore
 from engine.wire.adapters import AdapterRef
-from models.kernels.hopper.tuned import STEP_SIZES as HOPPER_STEP_SIZES
+from engine.wire.step_sizes import HOPPER
 from tests.unit.scheduler.simulation import EOS, PLACEHOLDER, TURN, Sequence, Simulation, make_core, make_request, pairs, with_adapter
 
 
@@ -129,7 +129,7 @@ def serve_any_load(
         num_lookahead=3 if head else 0,
         num_ranks=2,
         num_slots=rng.randint(1, 3) if num_adapters else 0,
-        step_sizes=HOPPER_STEP_SIZES,
+        step_sizes=HOPPER,
     )
     sim = Simulation(core, rng, num_ranks=2)
     if drafter:
@@ -242,6 +242,6 @@ def test_chunks_beside_streams_are_small() -> None:
 
 def test_chunks_grow_with_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "MANY_STEPS", 4)
-    sizes = msgspec.structs.replace(HOPPER_STEP_SIZES, mixed=(16, 18, 20, 22))
+    sizes = msgspec.structs.replace(HOPPER, mixed=(16, 18, 20, 22))
     core = make_core(num_blocks=64, max_num_batched_tokens=64, max_num_mixed_tokens=32, mixed_step_tokens=12, step_sizes=sizes)
     assert [size for size in prefill_sizes_beside(core) if size][:3] == [15, 11, 11]

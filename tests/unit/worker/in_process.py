@@ -32,6 +32,8 @@ from engine.wire.messages import (
     for_adapter,
 )
 from engine.wire.stats import Stages
+from engine.wire.step_sizes import CPU as CPU_SIZES
+from engine.wire.step_sizes import StepSizes
 from engine.worker.adapters import WorkerAdapters
 from engine.worker.graphs import StepGraphs
 from engine.worker.head import make_head
@@ -52,8 +54,6 @@ from models.kernels.reference.attention import TorchAttention
 from models.kernels.reference.backend import TorchBackend
 from models.kernels.reference.jpeg import PillowDecoder
 from models.kernels.reference.sampling import TorchSampling
-from models.kernels.reference.tuned import STEP_SIZES as CPU_STEP_SIZES
-from models.kernels.step_sizes import StepSizes
 from models.parallel.group import TensorParallel
 from tests.eventually import HANG_GUARD_S
 from tests.unit.scheduler.invariants import check_core, check_state
@@ -116,7 +116,7 @@ class Engine:
         num_blocks: int = 256,
         image_tokens: int = 4096,
         graphs: bool = False,
-        sizes: StepSizes = CPU_STEP_SIZES,
+        sizes: StepSizes = CPU_SIZES,
         drafter: Proposer | None = None,
         depth: int = 1,  # plans in flight
         slots: WorkerAdapters | None = None,

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.wire.step_sizes import StepSizes
 from engine.worker import graphs
 from engine.worker.rows import HostStep
 from engine.worker.staging import Staging
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.ops import Experts
 from models.kernels.reference.ops import TorchOps
-from models.kernels.step_sizes import StepSizes
 from models.kernels.stream import Normed, RowClass
 from models.scaffold import SHAPES, write_model_folder
 from tests.unit.worker import in_process

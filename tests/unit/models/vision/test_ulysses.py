@@ -12,12 +12,12 @@ from models.checkpoint.load import load_weights
 from models.config.huggingface import read_config
 from models.decoders.qwen3_vl import Qwen3VL
 from models.parallel.group import TensorParallel
-from models.vision.shares import Shares, SplitCosts, share_out
+from models.vision.shares import Shares, UlyssesCosts, share_out
 from tests.unit.models.harness import TORCH
 from tests.unit.models.ranks import start_ranks
 
 Places = tuple[int, ...]
-COSTS = SplitCosts(fixed=10, exchanged=0.25, square=10**9)
+COSTS = UlyssesCosts(fixed=10, exchanged=0.25, square=10**9)
 SIZES = [(64, 64), (96, 160), (224, 64), (128, 128), (32, 96), (64, 96)]  # pixels; the last is a frame pair
 
 
@@ -77,9 +77,9 @@ def worker(rank: int, size: int, folder: Path, out: Path) -> None:
     model = Qwen3VL(config, tp, TORCH, torch.float32)
     load_weights(model, folder, lambda done, total: None)
     found = []
-    for costs in (SplitCosts(0, 0.0, 10**9), SplitCosts(30, 0.1, 10**9), None):
+    for costs in (UlyssesCosts(0, 0.0, 10**9), UlyssesCosts(30, 0.1, 10**9), None):
         for numbers in CASES:
-            cache = ImageCache(model.tower, Pictures(), tp, split_costs=costs)  # type: ignore[arg-type]
+            cache = ImageCache(model.tower, Pictures(), tp, ulysses_costs=costs)  # type: ignore[arg-type]
             with torch.inference_mode():
                 encoded = cache.encode(encodes_of(model, numbers))
             cache.prefetch(Prefetch(ImageSource("rgb", Region(1, 3, 0), 128, 128), (1, 8, 8)))
