@@ -4,7 +4,6 @@ BENCHMARKS = {  # name -> description
     "images": "time to first token against the number of images in a request (the multi-image probe)",
     "load": "many clients: rates, and percentiles of latencies; --rate sends at a fixed rate",
     "goodput": "the highest rate of arrivals at which requests keep their limits",
-    "chat": "growing conversations",
     "video": "time to first token of new clips and of other questions about them",
     "accuracy": "correct answers of the demo model",
     "drafts": "time per token with and without speculative decoding, and accepted draft tokens",

@@ -2,9 +2,10 @@
 
     python -m bench compare OLD --models Qwen3-VL-8B Qwen3-VL-8B-FP8 Qwen3-VL-30B-A3B-FP8 --json compare.json
 
-OLD is a commit or a folder. For each model both engines share the device; published sizes get dummy weights. Benchmarks of this version
-measure one engine after the other, and every second round begins with the new one. A benchmark with a loss runs for as many rounds again.
-The table has medians; a gain below zero means that the new version is slower.
+OLD is a commit or a folder. For each model both engines share the device; published sizes get dummy weights. They start one after the
+other, answer the same prompts greedily, of which the equal ones are counted, and warm up. Benchmarks of this version measure one engine
+after the other, and every second round begins with the new one. A benchmark with a loss runs for as many rounds again. The table has
+medians; a gain below zero means that the new version is slower.
 """
 
 import argparse
@@ -17,14 +18,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from operator import eq
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
+from bench.client import ChatClient, chat_body, text_of, user_message
 from bench.flags import make_parser
+from bench.pictures import make_uris
 from bench.processes import engine_flags, running_engine
 from bench.report import table, write_result
 
@@ -39,6 +44,8 @@ RUNS = {
     "images4": "load --concurrency 16 --requests 96 --warm-ups 16 --images 4 --output-tokens 64",
     "probe": "images --content smooth --clock after --resolutions 720p --counts 1,8,32 --repeats 3",
 }
+WARM_UP = "load --concurrency 64 --requests 64 --input-tokens 256 --output-tokens 64"
+GREEDY, GREEDY_TOKENS = 10, 48  # prompts with up to two images each, tokens of an answer
 RATES = ("requests_per_s", "output_tokens_per_s")  # higher is better
 FIGURE = {"one": "tpot_ms", "text": "output_tokens_per_s", "image": "requests_per_s", "images4": "requests_per_s"}  # of a load
 
@@ -108,18 +115,30 @@ async def rounds(urls: Mapping[str, str], run: str, count: int, samples: Samples
             samples[name].append(figures(run, await run_benchmark(RUNS[run], urls[name], SEEDS_PER_ROUND * number)))
 
 
+async def greedy(url: str) -> list[str]:
+    """Return answers at temperature 0, one after the other, so that steps are the same."""
+    async with ChatClient(url) as client:
+        model = await client.model()
+        await client.learn_words(model)
+        uris = [make_uris(i, i % 3, "small", "noise") for i in range(GREEDY)]
+        messages = [user_message(uris[i], text_of(40 + 200 * (i % 3), i, client.words)) for i in range(GREEDY)]
+        return [(await client.chat(chat_body(model, [message], GREEDY_TOKENS))).text for message in messages]
+
+
 async def compare(args: argparse.Namespace, model: str, old: Path) -> dict[str, Samples]:
     flags, found = engine_flags(model, args.flags), {}
     digest = hashlib.sha256(str(args.old).encode()).hexdigest()[:16]
     own = ["env", f"FLASHINFER_WORKSPACE_BASE={KERNEL_CACHE.expanduser() / digest}"]
     async with contextlib.AsyncExitStack() as running:
-        async with asyncio.TaskGroup() as group:
-            folders = {"old": (old, own), "new": (Path().absolute(), [])}
-            starts = {
-                name: group.create_task(running.enter_async_context(running_engine(flags, folder=folder, prefix=prefix)))
-                for name, (folder, prefix) in folders.items()
-            }
-        urls = {name: start.result()[1] for name, start in starts.items()}
+        urls = {}
+        for name, folder, prefix in (("old", old, own), ("new", Path().absolute(), [])):
+            started = time.monotonic()
+            urls[name] = (await running.enter_async_context(running_engine(flags, folder=folder, prefix=prefix)))[1]
+            print(f"{model}: {name} started in {time.monotonic() - started:.1f} s", flush=True)
+        answers = [await greedy(url) for url in urls.values()]
+        print(f"{model}: {sum(map(eq, *answers))} of {GREEDY} greedy answers are equal", flush=True)
+        for url in urls.values():
+            await run_benchmark(WARM_UP, url, SEEDS_PER_ROUND - 1)
         for run in args.runs:
             samples: Samples = defaultdict(list)
             await rounds(urls, run, args.rounds, samples)
