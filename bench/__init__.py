@@ -11,7 +11,7 @@ BENCHMARKS = {  # name -> description
     "stress": "mixed traffic with aborts for a long time: errors, free blocks, growth of memory",
     "guard": "promised and measured values of docs/promises.md",
     "profile": "kernels of requests, idle times of the GPU, and distinct experts of a step",
-    "kernels": "matrix products and attention against their bounds",
+    "kernels": "products, experts and attention against their bounds",
     "compare": "this version against an older one, in turn on one machine",
     "row": "all cells of a model's row in the published tables, in one run",
     "tables": "write the tables of README.md and docs/benchmarks.md",

@@ -1,4 +1,4 @@
-"""Time the matrix products and the attention of a decoder against their bounds, to find regressions in a minute of GPU time.
+"""Time products, experts and attention of a decoder against their bounds, to find regressions in a minute of GPU time.
 
     python -m bench kernels --size 8B --json kernels.json
 
@@ -25,7 +25,7 @@ from models.config.huggingface import read_config
 from models.config.types import TextConfig
 from models.kernels.backend import Backend
 from models.kernels.make import make_backend
-from models.kernels.ops import KVPool
+from models.kernels.ops import Experts, KVPool
 from models.kernels.paged import AttentionBackend, allocate_pools
 from models.kernels.stream import Normed, Residual, RowClass
 from models.scaffold import SHAPES, write_model_folder
@@ -38,6 +38,7 @@ EPS = 1e-6
 PAGE = 16
 POOL_BLOCKS = 16_384  # 2 GiB of keys and values in two layers
 NUM_TOKENS = (8192, 216, 64, 8, 1)  # a large chunk; a step of a chunk and decode rows; decode rows
+EXPERT_TOKENS = (1, 8, 64, 512, 2048, 8192)
 FORMATS = {"plain": ("", 1.0), "float8": ("float8: ", 0.5)}  # prefix of the case's name, share of bfloat16's bytes and time of operations
 PREFILLS = ((8192, 0), (1024, 8192), (3681, 25_760), (200, 28_000))  # new tokens and cached ones; the last two are split
 MIXED = ((192, [1200] * 20), (280, [1200] * 30))  # tokens of a prompt, cached tokens of concurrent decode rows
@@ -121,6 +122,25 @@ def product_cases(text: TextConfig, backend: Backend, num_tokens: int) -> Iterat
                 yield Case(f"{prefix}{name}", f"{num_tokens} x {width} x {rows}", flops * share, num_bytes * share, calls)
 
 
+def expert_cases(text: TextConfig, backend: Backend) -> Iterator[Case]:
+    """Return a layer's norm, router and experts in bfloat16 and float8. Bounds: uniform routing."""
+    if (moe := text.moe) is None:
+        return
+    hidden, inner, count, device = text.hidden_size, moe.intermediate_size, moe.num_experts + moe.has_shared, backend.device
+    norm, chosen = torch.ones(hidden, dtype=torch.bfloat16, device=device), (moe.num_experts, moe.num_experts_per_tok, moe.has_shared)
+    shapes = (moe.num_experts + 8 * moe.has_shared, hidden), (count * 2 * inner, hidden), (count * hidden, inner)
+    router, *values = (torch.randn(shape, dtype=torch.bfloat16, device=device) * shape[1] ** -0.5 for shape in shapes)
+    for format, (prefix, share) in FORMATS.items():
+        gate_up, down = (Matrix.of(each, backend.name, format, count) for each in values)
+        experts = Experts(router, gate_up, down, 0, count, *chosen)
+        for num_tokens in EXPERT_TOKENS:
+            normed = Residual(torch.randn((num_tokens, hidden), dtype=torch.bfloat16, device=device)).normed(norm, EPS)
+            calls = [partial(backend.ops.sparse_swiglu, normed, experts, RowClass.of(num_tokens), None)]
+            distinct = moe.num_experts * (1 - (1 - chosen[1] / moe.num_experts) ** num_tokens) + moe.has_shared
+            flops, num_bytes = (2.0 * each * 3 * hidden * inner for each in (num_tokens * experts.num_given, distinct))
+            yield Case(f"{prefix}experts", f"{num_tokens} x {chosen[1]} of {count}", flops * share, num_bytes * share, calls)
+
+
 def attention_cases(text: TextConfig, backend: Backend) -> Iterator[Case]:
     group = PagedGroup(2, text.num_kv_heads, text.head_dim, torch.bfloat16.itemsize)
     pools = allocate_pools(group, POOL_BLOCKS, PAGE, torch.bfloat16, backend.device)
@@ -184,7 +204,7 @@ def main() -> None:
     flops_per_s, bytes_per_s = ceilings(backend.device)
     products = chain.from_iterable(product_cases(config.text, backend, num_tokens) for num_tokens in NUM_TOKENS)
     results = []
-    for case in chain(attention_cases(config.text, backend), products):
+    for case in chain(attention_cases(config.text, backend), expert_cases(config.text, backend), products):
         us, bound = 1e6 * seconds_per_call(case.calls), 1e6 * max(case.flops / flops_per_s, case.num_bytes / bytes_per_s)
         results.append((case.name, case.shape, us, bound))
     print(f"this device: {flops_per_s / 1e12:.0f} TFLOP/s in bfloat16, {bytes_per_s / 1e12:.2f} TB/s")
