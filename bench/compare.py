@@ -36,7 +36,7 @@ from bench.report import table, write_result
 LIMIT = 2.0  # percent
 SEEDS_PER_ROUND = 1_000_000  # larger than the range of seeds that a benchmark uses
 MODELS = ("Qwen3-VL-8B", "Qwen3-VL-8B-FP8", "Qwen3-VL-30B-A3B-FP8")
-KERNEL_CACHE = Path("~/.cache/mini-vlm-engine/compare")  # kernel cache of old versions; the new one uses the default
+KERNEL_CACHE = Path("~/.cache/mini-vlm-engine/compare")  # kernel caches of old versions; the new one uses the default ones
 RUNS = {
     "one": "load --concurrency 1 --requests 4 --warm-ups 1 --input-tokens 1024 --output-tokens 256",
     "text": "load --concurrency 64 --requests 128 --warm-ups 32 --input-tokens 256 --output-tokens 256",
@@ -128,7 +128,8 @@ async def greedy(url: str) -> list[str]:
 async def compare(args: argparse.Namespace, model: str, old: Path) -> dict[str, Samples]:
     flags, found = engine_flags(model, args.flags), {}
     digest = hashlib.sha256(str(args.old).encode()).hexdigest()[:16]
-    own = ["env", f"FLASHINFER_WORKSPACE_BASE={KERNEL_CACHE.expanduser() / digest}"]
+    cache = KERNEL_CACHE.expanduser() / digest
+    own = ["env", f"FLASHINFER_WORKSPACE_BASE={cache}", f"TRITON_CACHE_DIR={cache / 'triton'}"]
     async with contextlib.AsyncExitStack() as running:
         urls = {}
         for name, folder, prefix in (("old", old, own), ("new", Path().absolute(), [])):

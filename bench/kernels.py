@@ -28,6 +28,7 @@ from models.kernels.make import make_backend
 from models.kernels.ops import Experts, KVPool
 from models.kernels.paged import AttentionBackend, allocate_pools
 from models.kernels.stream import Normed, Residual, RowClass
+from models.layers.moe import ALIGNED
 from models.scaffold import SHAPES, write_model_folder
 from models.weights.matrix import Matrix
 
@@ -123,21 +124,23 @@ def product_cases(text: TextConfig, backend: Backend, num_tokens: int) -> Iterat
 
 
 def expert_cases(text: TextConfig, backend: Backend) -> Iterator[Case]:
-    """Return a layer's norm, router and experts in bfloat16 and float8. Bounds: uniform routing."""
+    """Return a layer's norm, router and experts in bfloat16 and float8. Bounds: uniform routing. Few tokens are several times others, so
+    that no cache holds their experts."""
     if (moe := text.moe) is None:
         return
     hidden, inner, count, device = text.hidden_size, moe.intermediate_size, moe.num_experts + moe.has_shared, backend.device
     norm, chosen = torch.ones(hidden, dtype=torch.bfloat16, device=device), (moe.num_experts, moe.num_experts_per_tok, moe.has_shared)
-    shapes = (moe.num_experts + 8 * moe.has_shared, hidden), (count * 2 * inner, hidden), (count * hidden, inner)
+    shapes = (moe.num_experts + ALIGNED * moe.has_shared, hidden), (count * 2 * inner, hidden), (count * hidden, inner)
     router, *values = (torch.randn(shape, dtype=torch.bfloat16, device=device) * shape[1] ** -0.5 for shape in shapes)
     for format, (prefix, share) in FORMATS.items():
         gate_up, down = (Matrix.of(each, backend.name, format, count) for each in values)
         experts = Experts(router, gate_up, down, 0, count, *chosen)
         for num_tokens in EXPERT_TOKENS:
-            normed = Residual(torch.randn((num_tokens, hidden), dtype=torch.bfloat16, device=device)).normed(norm, EPS)
-            calls = [partial(backend.ops.sparse_swiglu, normed, experts, RowClass.of(num_tokens), None)]
             distinct = moe.num_experts * (1 - (1 - chosen[1] / moe.num_experts) ** num_tokens) + moe.has_shared
             flops, num_bytes = (2.0 * each * 3 * hidden * inner for each in (num_tokens * experts.num_given, distinct))
+            inputs = torch.randn((max(1, round(L2_BYTES / num_bytes / share)), num_tokens, hidden), dtype=torch.bfloat16, device=device)
+            normed = [Residual(x_TD).normed(norm, EPS) for x_TD in inputs]
+            calls = [partial(backend.ops.sparse_swiglu, each, experts, RowClass.of(num_tokens), None) for each in normed]
             yield Case(f"{prefix}experts", f"{num_tokens} x {chosen[1]} of {count}", flops * share, num_bytes * share, calls)
 
 

@@ -60,11 +60,11 @@ HOPPER = StepSizes(
     verify_rows=160,  # computed: an H200 reads a weight in the time of 184 multiplications, in float8 of 160
 )
 
-BY_MULTIPROCESSORS = {132: HOPPER}  # H100, H200, GH200; an H20 has 78: sizes that fill the others do not fill it
+HOPPER_MULTIPROCESSORS = 132  # H100, H200, GH200; an H20 has 78: sizes that fill the others do not fill it
 
 
 def step_sizes(backend: str, num_multiprocessors: int) -> StepSizes:
     """Return the sizes of a backend on a device with so many multiprocessors (0: a CPU)."""
-    if backend == "hopper":
-        return BY_MULTIPROCESSORS.get(num_multiprocessors, PORTABLE)
-    return PORTABLE if backend == "portable" else CPU
+    if backend == "torch":
+        return CPU
+    return HOPPER if backend == "hopper" and num_multiprocessors == HOPPER_MULTIPROCESSORS else PORTABLE

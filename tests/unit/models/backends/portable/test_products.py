@@ -21,7 +21,7 @@ from models.parallel.group import TensorParallel
 from models.weights.float8 import GroupScaled
 from models.weights.matrix import Matrix, Place, Products, products_of
 from tests.unit.models.backends.portable.interpreter import interpreted
-from tests.unit.models.backends.portable.library import library as library
+from tests.unit.models.backends.portable.plain_humming import library as library
 
 ROOT, CPU, SINGLE = Path(__file__).parents[5], torch.device("cpu"), TensorParallel.single()
 
