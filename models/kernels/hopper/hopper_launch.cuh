@@ -94,7 +94,11 @@ inline int num_multiprocessors(DLDevice device) {
 template <typename Params>
 void launch_early(void (*kernel)(Params), Params const& params, dim3 grid, int num_threads, size_t num_bytes, DLDevice device, int cluster = 1) {
   ffi::CUDADeviceGuard guard(device.device_id);
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(num_bytes)));
+  cudaFuncAttributes found;
+  check(cudaFuncGetAttributes(&found, kernel));
+  if (found.maxDynamicSharedSizeBytes < int(num_bytes)) {  // never less: repeated launches with more do not pass here
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(num_bytes)));
+  }
   if (cluster > 8) check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
