@@ -33,7 +33,7 @@ from engine.worker.graphs import StepGraphs
 from engine.worker.head import make_head
 from engine.worker.images import ImageCache
 from engine.worker.jpeg import ImageReader
-from engine.worker.profile import free_bytes, measure
+from engine.worker.profile import free_bytes, measure, run_once
 from engine.worker.rows import Rows
 from engine.worker.runner import Runner
 from engine.worker.sampling.sampler import Sampler
@@ -156,6 +156,9 @@ def load(child: Child, model_config: ModelConfig, rank: int, device: torch.devic
     tower_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     kernels.result()
     warm.result()
+    if tower_stream is not None:
+        with phase("compilation of a step's kernels"):
+            run_once(model, backend, config, tower_stream)
     adapters = make_adapters(child, model, backend, tower_stream)
     return Loaded(backend, sizes, tp, model, *sampling.result(), decoder, tower_stream, adapters)
 

@@ -63,12 +63,36 @@ def measure(
 
 
 @torch.inference_mode()
+def run_once(model: LanguageModel, backend: Backend, config: EngineConfig, tower_stream: torch.cuda.Stream) -> None:
+    """Run what `measure` measures, but for sampling, so that its kernels are compiled."""
+    for run in _runs(model, backend, config, 1, tower_stream):
+        run()
+
+
+@torch.inference_mode()
 def _peaks(
     model: LanguageModel, backend: Backend, sampling: SamplingOps, config: EngineConfig, num_logits: int, tower_stream: torch.cuda.Stream
 ) -> tuple[int, int]:
     """Measure an encoder budget of images (on `tower_stream`), then a full batch of tokens whose rows all sample by sorting. Pools and
     states of rows are not counted."""
+    encode, step = _runs(model, backend, config, num_logits, tower_stream)
+
+    def sampled_step() -> None:
+        logits_SV = step()
+        rows_to_sort = [SamplingParams(top_p=0.9)] * len(logits_SV)
+        sampling.sample(logits_SV, samples_of(rows_to_sort, range(len(logits_SV)), 0, model.device).params)
+        torch.cuda.synchronize(model.device)
+
+    return _peak_of(encode, model.device), _peak_of(sampled_step, model.device)
+
+
+def _runs(
+    model: LanguageModel, backend: Backend, config: EngineConfig, num_logits: int, tower_stream: torch.cuda.Stream
+) -> tuple[Callable[[], None], Callable[[], torch.Tensor]]:
     device, num_tokens, spec = model.device, config.max_num_batched_tokens, model.cache_spec
+    num_blocks = -(-num_tokens // config.block_size)
+    pools = allocate_pools(spec.paged, num_blocks, config.block_size, model.dtype, device)
+    batch = _one_long_row(num_tokens, num_blocks, num_logits, spec, device)
     tower_stream.wait_stream(torch.cuda.current_stream(device))  # random weights may still be in transfer
 
     def encode() -> None:
@@ -76,21 +100,14 @@ def _peaks(
             with torch.cuda.stream(tower_stream):
                 _encode_a_pair(model.tower, config.max_num_encoder_tokens)
 
-    encode_bytes, num_blocks = _peak_of(encode, device), -(-num_tokens // config.block_size)
-    pools = allocate_pools(spec.paged, num_blocks, config.block_size, model.dtype, device)
-    batch = _one_long_row(num_tokens, num_blocks, num_logits, spec, device)
-
-    def step() -> None:
+    def step() -> torch.Tensor:
         attention = backend.attention(pools, model.config.text.num_heads // model.tp.size)
         attention.plan(batch.attention)
         hidden_SD = model(batch, attention)
         run_head(model, batch, attention)
-        logits_SV = model.logits(hidden_SD)
-        rows_to_sort = [SamplingParams(top_p=0.9)] * len(logits_SV)
-        sampling.sample(logits_SV, samples_of(rows_to_sort, range(len(logits_SV)), 0, device).params)
-        torch.cuda.synchronize(device)
+        return model.logits(hidden_SD)
 
-    return encode_bytes, _peak_of(step, device)
+    return encode, step
 
 
 def _one_long_row(num_tokens: int, num_blocks: int, num_logits: int, spec: CacheSpec, device: torch.device) -> ForwardBatch:

@@ -17,7 +17,6 @@ from transformers import Qwen3VLForConditionalGeneration
 from engine.wire.step_sizes import HOPPER
 from engine.worker import graphs
 from engine.worker.rows import HostStep, Rows
-from engine.worker.sampling.samples import HostSamples
 from models.decoders.batch import ForwardBatch
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.backend import Backend
@@ -95,20 +94,19 @@ def test_float8_is_close_and_the_same_in_chunks_and_single_tokens(backend: Backe
 
 
 def host_step(batch: ForwardBatch) -> HostStep:
-    """The batch as a worker's rows would give it: the ids of decode rows' tokens come with the step, as those of new rows and of drafts."""
+    """Decode rows as a worker's would give them: the ids come with the step, as those of new rows and of drafts."""
+    assert batch.rows is not None
     layout = replace(batch.attention, pages=batch.attention.pages.cpu(), slot_mapping_T=batch.attention.slot_mapping_T.cpu())
-    ids, num_prefill = batch.input_ids_T.cpu().numpy(), int(layout.qo_indptr_cpu[layout.num_prefill_rows])
-    places, decode_rows = np.arange(len(ids) - num_prefill), np.arange(len(layout.kv_lens_cpu) - layout.num_prefill_rows)
-    return HostStep(
-        ids=ids[:num_prefill],
+    ids = batch.input_ids_T.cpu().numpy()
+    places = np.arange(len(ids))
+    return replace(
+        HostStep.empty(),
         gather=places,
-        rows=np.concatenate((np.zeros(layout.num_prefill_rows, dtype=np.int64), decode_rows)),
+        rows=batch.rows.rows_R.cpu().numpy(),
         positions=batch.positions_3T.cpu().numpy(),
         attention=layout,
-        visual=batch.visual,
         logits_indices=batch.logits_indices.cpu().numpy(),
-        samples=HostSamples.empty(),
-        known=np.stack((places, ids[num_prefill:])),
+        known=np.stack((places, ids)),
     )
 
 

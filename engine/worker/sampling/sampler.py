@@ -1,5 +1,6 @@
 """Sampling stages in order: log-probabilities of the raw logits, changes of rows, sampling, updates of state."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +66,8 @@ class Sampler:
     @torch.inference_mode()
     def warm_up(self) -> None:
         kinds = [WARM_UP, replace(WARM_UP, top_k=1), replace(WARM_UP, top_k=max(1, self._ops.max_top_k)), replace(WARM_UP, top_p=0.5)]
+        with ThreadPoolExecutor() as pool:  # each has a kernel of its own, whose compilation takes ten seconds
+            list(pool.map(self._compile, kinds[1:3]))
         positions = range(1, 1 + min(2, self._max_samples))
         for params in kinds:
             self.admit(0, params, np.zeros(1, dtype=np.int32), 1)
@@ -72,6 +75,12 @@ class Sampler:
             everything = torch.full((1, -(-self._vocab_size // 32)), -1, dtype=torch.int32, device=self._device)
             logits_SV = torch.zeros((len(positions), self._vocab_size), device=self._device)
             self.sample(logits_SV, samples, (torch.zeros_like(samples.rows_S[:1]), everything))
+
+    @torch.inference_mode()
+    def _compile(self, params: SamplingParams) -> None:
+        logits_1V = torch.zeros((1, self._vocab_size), device=self._device)
+        with torch.cuda.device_of(logits_1V):
+            self._ops.sample(logits_1V, samples_of([params], range(1), self._ops.max_top_k, self._device).params)
 
     def sample(self, logits_SV: torch.Tensor, samples: Samples, mask: Mask | None) -> Sampled:
         """Sample a token per row of (S, V) float32 logits, which may be changed. `mask` holds the tokens that `rules` allow."""
