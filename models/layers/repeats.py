@@ -1,9 +1,10 @@
 """Equal layers launch equal kernels: one layer of a kind runs in Python, the others repeat its launches with their own addresses.
 
-    layer 0 ── Python ──▶ layer 1 ── Python, captured ──▶ layers 2 to n ── the same launches, other weights and caches
+    layer 0 ── Python, captured ──▶ layers 1 to n ── the same launches, other weights and caches
 
 Layers are of one kind if all values and shapes of tensors that can be reached from them are equal. Their only common state is the residual,
-whose parts have the same memory in each layer (`Residual.room`), and the step's own tensors.
+whose parts have the same memory in each layer (`Residual.room`), and the step's own tensors. A first layer that leaves parts, but found
+none, is not repeated.
 """
 
 import logging
@@ -62,7 +63,7 @@ class Repeats:
         kind, parts = kinds[i], residual.parts_STD
         if (found := recorded.get(kind)) is not None and found.parts == place_of(parts):
             found.captured.run(found.words[kind.layers.index(i)])
-        elif i == 0 or found is not None or self._is_off or kind.layers[-LEAST:][0] <= i:
+        elif found is not None or self._is_off or kind.layers[-LEAST:][0] <= i:
             call()
         else:
             try:
