@@ -4,7 +4,7 @@
 
 Layers are of one kind if all values and shapes of tensors that can be reached from them are equal. Their only common state is the residual,
 whose parts have the same memory in each layer (`Residual.room`), and the step's own tensors. A first layer that leaves parts, but found
-none, is not repeated.
+none, differs from the others.
 """
 
 import logging
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from models.kernels.captured import Captured, Unsupported, Words, can_capture, capture, moved
-from models.kernels.stream import Residual
+from models.kernels.stream import Residual, RowClass
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ class Repeats:
         self._values: list[tuple[object, list[torch.Tensor]]] = []
         self._kinds: dict[object, list[Kind]] = {}
         self._is_warm = self._is_off = False
+        self._unequal: set[RowClass] = set()  # numbers of tokens whose first layer leaves parts, but finds none
 
     def start(self, of_step: OfStep, is_possible: bool = True) -> Run:
         """Return a function that runs layer i by the given call. `of_step(i)`: tensors of the step that only layer i uses: its cache.
@@ -60,10 +61,10 @@ class Repeats:
     def _run(
         self, kinds: dict[int, "Kind"], recorded: dict["Kind", "Recorded"], i: int, residual: Residual, call: Callable[[], object]
     ) -> None:
-        kind, parts = kinds[i], residual.parts_STD
+        kind, parts, rows = kinds[i], residual.parts_STD, RowClass.of(len(residual.sum_TD))
         if (found := recorded.get(kind)) is not None and found.parts == place_of(parts):
             found.captured.run(found.words[kind.layers.index(i)])
-        elif found is not None or self._is_off or kind.layers[-LEAST:][0] <= i:
+        elif found is not None or self._is_off or kind.layers[-LEAST:][0] <= i or (i == 0 and rows in self._unequal):
             call()
         else:
             try:
@@ -79,6 +80,8 @@ class Repeats:
             captured.run(words[kind.layers.index(i)])
             if place_of(residual.parts_STD) == place_of(parts):
                 recorded[kind] = Recorded(captured, words, place_of(parts))
+            elif i == 0:
+                self._unequal.add(rows)
 
 
 class Recorded(NamedTuple):
