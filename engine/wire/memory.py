@@ -139,9 +139,8 @@ def max_hidden(config: EngineConfig, sizes: StepSizes) -> int:
     return max(config.max_num_batched_tokens, max_samples(config, sizes) + sizes.large_step)
 
 
-def sizes_for(config: EngineConfig, model: ModelConfig, sizes: StepSizes) -> StepSizes:
-    is_sparse = model.text.moe is not None and decoder_format(config, model.text) != "float8"
-    return msgspec.structs.replace(sizes, usual=sizes.usual_sparse) if is_sparse else sizes
+def sizes_for(model: ModelConfig, sizes: StepSizes) -> StepSizes:
+    return sizes if model.text.moe is None else msgspec.structs.replace(sizes, usual=sizes.usual_sparse)
 
 
 def step_graph_bytes(model: ModelConfig, sizes: StepSizes, config: EngineConfig, step: int) -> int:
@@ -192,7 +191,7 @@ def check_plan(plan: Plan, free: float) -> None:
 
 def make_plan(config: EngineConfig, model: ModelConfig, gpu_memory: int) -> Plan:
     """Plan a GPU for a model that is not loaded. Kernels are those of `portable`; those of `hopper` have more graphs, of up to 0.5 GiB."""
-    spec, sizes = model.text.cache_spec(config.tp, VALUE_BYTES), sizes_for(config, model, PORTABLE)
+    spec, sizes = model.text.cache_spec(config.tp, VALUE_BYTES), sizes_for(model, PORTABLE)
     return plan_memory(config, model, spec, sizes, estimate(model, config), gpu_memory)
 
 

@@ -11,7 +11,7 @@ class StepSizes(msgspec.Struct, frozen=True, kw_only=True):
     mixed: tuple[int, ...]  # tokens of steps with prompts and decodes
     cheap: int  # smaller steps of this kind save little
     usual: int  # maximum tokens of such a step unless many more wait
-    usual_sparse: int  # the same for bfloat16 experts, nearly all of which a step reads
+    usual_sparse: int  # the same for mixtures, nearly all of whose experts a step reads
     max_mixed_prefill: int  # maximum prompt tokens of such a step in any case: --max-num-mixed-tokens
     decodes: tuple[int, ...] = ()  # decode tokens of CUDA graphs; empty: there are none
     verify_rows: int = 0  # query rows, including drafts, that cost little more than one: --draft; 0: no verification

@@ -1,6 +1,6 @@
 """Worker process: one rank of the model. `python -m engine.worker.main RUNTIME.json RANK`.
 
-plan ──▶ launch ──▶ pending, at most DEPTH ──▶ a thread waits for the device ──▶ result, also while the next step is launched
+plan ──▶ launch (returns at once) ──▶ pending, at most DEPTH ──▶ done? ──▶ result
 """
 
 import logging
@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -37,23 +36,18 @@ def run(
     stopping: StopFlag,
 ) -> None:
     """Run the worker: launch a step while the previous one still runs; send results in order."""
-    pending: deque[Future[None]] = deque()
-    reporter = ThreadPoolExecutor(1, "results")
-
-    def report(step: LaunchedStep) -> None:
-        results.send(step.result())
-
+    pending: deque[LaunchedStep] = deque()
     timeout_s = IDLE_POLL_S
     while not stopping.is_set():
         plan = plans.recv_ready() if pending else plans.recv(timeout=timeout_s)
         if plan is not None:
             timeout_s = PAUSE_S
         if isinstance(plan, StepPlan):
-            pending.append(reporter.submit(report, runner.launch(plan)))
+            pending.append(runner.launch(plan))
         elif plan is not None:
             handlers[type(plan)](plan)
-        if pending and (len(pending) == DEPTH or pending[0].done()):
-            pending.popleft().result()
+        if pending and (len(pending) == DEPTH or pending[0].watch.is_done()):
+            results.send(pending.popleft().result())
         elif plan is None and not runner.use_spare_time(is_busy=bool(pending)):
             if pending:
                 time.sleep(SPIN_S)

@@ -16,11 +16,14 @@ class Stopwatch:
 
     def mark(self) -> None:
         if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True, blocking=True)
+            event = torch.cuda.Event(enable_timing=True)
             event.record()
             self.events.append(event)
         else:
             self._times.append(time.monotonic())
+
+    def is_done(self) -> bool:
+        return not self.events or self.events[-1].query()
 
     def wait(self) -> None:
         if self.events:

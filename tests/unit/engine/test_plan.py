@@ -82,7 +82,7 @@ def test_the_plan_is_what_workers_measured() -> None:
 
 def test_advice_fits_the_cause() -> None:
     model, used = config_of("8B"), Used(weights=19 * GIB, runtime=0, encode=0, step=0, tower=0)
-    spec, sizes = model.text.cache_spec(1, 2), sizes_for(EngineConfig(enforce_eager=True), model, HOPPER)
+    spec, sizes = model.text.cache_spec(1, 2), sizes_for(model, HOPPER)
     check_plan(plan := plan_host(EngineConfig(), spec), math.inf)
     assert plan.num_blocks == CPU_KV_BYTES // spec.block_bytes(16)
     for flags, advice in (
