@@ -36,14 +36,15 @@ class Repeats:
         self._layers = layers
         self._values: list[tuple[object, list[torch.Tensor]]] = []
         self._kinds: dict[object, list[Kind]] = {}
-        self._is_warm = self._is_off = False
+        self._is_warm = self._is_off = self.is_on = False  # on: the current step repeats layers
         self._unequal: set[RowClass] = set()  # numbers of tokens whose first layer leaves parts, but finds none
 
     def start(self, of_step: OfStep, is_possible: bool = True) -> Run:
         """Return a function that runs layer i by the given call. `of_step(i)`: tensors of the step that only layer i uses: its cache.
         `is_possible`: whether the layers only launch kernels."""
         is_warm, self._is_warm = self._is_warm, True
-        if not (is_warm and is_possible and can_capture()) or self._is_off:
+        self.is_on = is_warm and is_possible and can_capture() and not self._is_off
+        if not self.is_on:
             return lambda i, residual, call: call()
         key = tuple(tensor.data_ptr() for i in (0, len(self._layers) - 1) for tensor in of_step(i))
         if key not in self._kinds:

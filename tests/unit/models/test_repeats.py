@@ -11,7 +11,7 @@ import torch
 
 from models.kernels import captured
 from models.kernels.captured import Unsupported, Words, moved
-from models.kernels.stream import Residual
+from models.kernels.stream import Residual, RowClass
 from models.layers import repeats
 from models.layers.repeats import Repeats, inventory, span_of
 from models.scaffold import SHAPES, write_model_folder
@@ -115,6 +115,25 @@ def test_one_layer_of_a_kind_runs_in_python(monkeypatch: pytest.MonkeyPatch) -> 
     assert run_model(layers, made, monkeypatch, fails=Unsupported) == [0, 1, *range(1, 8)], "what was captured in vain runs"
     assert run_model(layers, made, monkeypatch) == list(range(8))
     assert TARGET == [7 * 255.0]
+
+
+def test_a_layer_of_experts_that_finds_empty_parts_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model_folder(tmp_path, SHAPES["tiny-moe"], weights="random", seed=0)
+    model, captured_parts = harness.load(tmp_path), []
+
+    def logits() -> torch.Tensor:
+        runner = harness.PagedRunner(model)
+        session = runner.start(harness.Prompt([3 * i % 97 for i in range(RowClass.SEVERAL + 1)], [], []))
+        return runner.step([(session, len(session.ids))], 1)
+
+    def capture(call: Callable[[], object]) -> None:
+        captured_parts.append(call.args[0].parts_STD)  # type: ignore[attr-defined]
+        raise Unsupported("a test")
+
+    expected = logits()
+    monkeypatch.setattr(repeats, "capture", capture)
+    monkeypatch.setattr(repeats, "can_capture", lambda: True)
+    assert logits().equal(expected) and captured_parts[0].shape[0] == model.config.text.moe.num_experts_per_tok  # type: ignore[union-attr]
 
 
 def test_a_failed_compilation_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
