@@ -18,6 +18,7 @@ from models.kernels.triton.tuned import DELTA, DeltaTiles
 
 # Rows and starts are slices of a staging buffer: no recompilation for another alignment.
 BLOCK = 16  # block size of the triangular system
+MANY_ROWS = 128  # the default of --max-num-seqs: `_prepare`, which compiles for 9 s, has one version for so many
 L2_EPS = tl.constexpr(1e-6)
 
 
@@ -343,7 +344,7 @@ def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: Del
 
 def _padded(num_rows: int) -> int:
     """Round up to few sizes, since each is compiled at its first use."""
-    return 16 if num_rows <= 16 else max(128, power_of_2(num_rows))
+    return 16 if num_rows <= 16 else max(MANY_ROWS, power_of_2(num_rows))
 
 
 def _chunked(
@@ -359,7 +360,7 @@ def _chunked(
     sums_TH = heads.a_log_H.new_empty((num_tokens, num_heads))
     _prepare[(num_chunks, num_heads)](
         mixed_TC, heads.gates_TX, heads.a_log_H, heads.dt_bias_H, rows.starts_R1, u_THV, w_THV, p_THC, sums_TH, num_rows,
-        CHUNK=DELTA_CHUNK, SIZE=BLOCK, ROWS=_padded(num_rows), PRECISION=precision, num_warps=tiles.prepare_warps, **sizes,
+        CHUNK=DELTA_CHUNK, SIZE=BLOCK, ROWS=max(MANY_ROWS, power_of_2(num_rows)), PRECISION=precision, num_warps=tiles.prepare_warps, **sizes,
     )  # fmt: skip
     columns = min(dim, tiles.scan_columns)
     _scan[(num_rows, num_heads, dim // columns)](
