@@ -360,7 +360,8 @@ def _chunked(
     sums_TH = heads.a_log_H.new_empty((num_tokens, num_heads))
     _prepare[(num_chunks, num_heads)](
         mixed_TC, heads.gates_TX, heads.a_log_H, heads.dt_bias_H, rows.starts_R1, u_THV, w_THV, p_THC, sums_TH, num_rows,
-        CHUNK=DELTA_CHUNK, SIZE=BLOCK, ROWS=max(MANY_ROWS, power_of_2(num_rows)), PRECISION=precision, num_warps=tiles.prepare_warps, **sizes,
+        CHUNK=DELTA_CHUNK, SIZE=BLOCK, ROWS=max(MANY_ROWS, power_of_2(num_rows)), PRECISION=precision,
+        num_warps=tiles.prepare_warps, **sizes,
     )  # fmt: skip
     columns = min(dim, tiles.scan_columns)
     _scan[(num_rows, num_heads, dim // columns)](
