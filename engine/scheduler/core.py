@@ -72,7 +72,7 @@ class SchedulerCore:
         self._deadlines: list[tuple[float, int]] = []  # heap of (time, rid)
         self._requests: dict[int, list[Request]] = {}  # answers not yet released
         self._in_flight: deque[PlannedStep] = deque()
-        self.depth = DEPTH  # target number of plans in flight; one more after a quick step
+        self.depth = DEPTH  # target number of plans in flight; one more after a quick step, or if the device waits for launches
         self._outputs: list[RequestOutput] = []
         self._released: list[int] = []
         self._num_arrived = self._num_prompt_tokens = 0
@@ -163,7 +163,8 @@ class SchedulerCore:
         self._in_flight[result.step - self._in_flight[0].plan.step].results.append(result)
         while self._in_flight and len(self._in_flight[0].results) == self._num_ranks:
             landed = self._in_flight.popleft()
-            self.depth = DEPTH + (max(rank.encode_ms + rank.forward_ms for rank in landed.results) < QUICK_MS)
+            is_quick = max(rank.encode_ms + rank.forward_ms for rank in landed.results) < QUICK_MS
+            self.depth = DEPTH + (is_quick or any(rank.is_late for rank in landed.results))
             self._land(landed)
             self._last_progress = time.monotonic()
 

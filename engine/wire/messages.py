@@ -342,7 +342,7 @@ class WorkerReady(msgspec.Struct, tag=True, frozen=True):
 
 class StepResult(msgspec.Struct, tag=True, frozen=True):
     """Result of a step. `token_ids` (rank 0 only) are in the order of the plan's sampled chunks, `num_tokens` of each, or one.
-    `failed_images` could not be decoded."""
+    `failed_images` could not be decoded. It `is_late` if the device began it before its launch ended."""
 
     rank: int
     step: int
@@ -353,6 +353,7 @@ class StepResult(msgspec.Struct, tag=True, frozen=True):
     decode_ms: float = 0.0
     encode_ms: float = 0.0
     forward_ms: float = 0.0
+    is_late: bool = False
     num_tokens: list[int] = []
     logprobs: list[TokenLogprobs | None] = []  # by token id; empty if no row requests any
     reports: dict[int, Report] = {}  # by chunk

@@ -42,6 +42,7 @@ class LaunchedStep:
     readings: Readings
     encoded: Encoded  # its pixels belong to the reader's stream: kept until the step is done
     watch: Stopwatch
+    is_late: bool = False
     out_of_memory: bool = False
     failed_samples: dict[int, ErrorInfo] = field(default_factory=dict)
     samples: HostSamples = NO_SAMPLES
@@ -66,6 +67,7 @@ class LaunchedStep:
             decode_ms=self.encoded.read_ms,
             encode_ms=sum(watch.elapsed_ms() for watch in self.encoded.watches),
             forward_ms=self.watch.elapsed_ms(),
+            is_late=self.is_late,
             logprobs=logprobs,
             reports={} if self.rank else self.readings.by_chunk(),
             out_of_memory=self.out_of_memory,
@@ -127,7 +129,8 @@ class Runner:
         if self._on_gpu:
             end = (watch if self.head is None else self.rows.proposing).events[-1]
             self.images.note_use((ref.image_id for chunk in plan.chunks for ref in chunk.visual), end)
-        return LaunchedStep(plan.step, self.tp.rank, launched, sampled, readings, encoded, watch, False, failed, step.samples, proposed)
+        of_step = plan.step, self.tp.rank, launched, sampled, readings, encoded, watch, watch.has_begun()
+        return LaunchedStep(*of_step, failed_samples=failed, samples=step.samples, proposed=proposed)
 
     def _give_up(self, plan: StepPlan, launched: float) -> LaunchedStep:
         """Return a step that computes nothing. Plans in flight may name its images."""

@@ -22,6 +22,10 @@ class Stopwatch:
         else:
             self._times.append(time.monotonic())
 
+    def has_begun(self) -> bool:
+        """Return whether a GPU has passed the first mark."""
+        return bool(self.events) and self.events[0].query()
+
     def is_done(self) -> bool:
         return not self.events or self.events[-1].query()
 

@@ -43,7 +43,7 @@ from tests.unit.scheduler.invariants import check_core, check_state
 EOS = 7
 PLACEHOLDER = 99
 TOKEN_BYTES = 10  # of an embedding
-TURN = 16  # so many steps are quick, as many are not
+TURN = 16  # so many steps are neither quick nor late, then so many quick, and so many late
 
 Key = int | tuple[int, int]
 State = tuple[int, bytes]  # tokens, and what they mean
@@ -380,7 +380,8 @@ class Simulation:
             flat, counts = [token for sampled in tokens for token in sampled], [len(sampled) for sampled in tokens]
             counts = counts if max(counts, default=1) > 1 else []
             ids = flat if rank == 0 else []
-            times = {"launched": 1.0, "done": 2.0, "forward_ms": 1.0 if step.plan.step // TURN % 2 else 9.0}
+            turn = step.plan.step // TURN % 3
+            times = {"launched": 1.0, "done": 2.0, "forward_ms": 1.0 if turn == 1 else 9.0, "is_late": turn == 2}
             drafts = self.worker.reported[step.plan.step] if rank == 0 else []
             result = StepResult(rank, step.plan.step, ids, failed_here, **times, num_tokens=counts, proposed=drafts)
             if step.plan.step in self.given_up:
