@@ -174,8 +174,10 @@ class CudaRecorder:
 
     def __call__(self, forward: Callable[[], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
         """Capture `forward`; return the replay function and its output."""
-        for _ in range(self._num_warm_ups):
-            forward()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.default_stream()):  # where layers are not repeated, which `warm_up_steps` checks later
+            for _ in range(self._num_warm_ups):
+                forward()
         self._num_warm_ups = 1
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

@@ -15,7 +15,7 @@ from models.kernels.captured import LaunchFailed
 
 logger = logging.getLogger(__name__)
 
-SMALL = (5, 16, 32, 64)  # tokens: ends of prompts, whose kernels have other tiles
+SMALL = (1, 5, 16, 32, 64)  # tokens: ends of prompts, whose kernels have other tiles
 TOLERANCE = 0.02  # most of what is added up in another order differs by less
 
 
@@ -58,11 +58,13 @@ def hidden_of(runner: Runner, step: HostStep) -> torch.Tensor:
 
 
 def step_of(rows: Rows, size: int, has_adapters: bool) -> HostStep:
-    """Return a chunk of a prompt and two decode rows."""
-    lengths = np.array([size - 2, 1, 1])
+    """Return a chunk of a prompt and two decode rows, or a chunk of one token."""
+    num_decodes = min(2, size - 1)
+    chunk = size - num_decodes
+    lengths = np.array([chunk, *[1] * num_decodes])
     pages = -(-lengths // rows.block_size)
     first_slots = rows.block_size * (pages.cumsum() - pages)
-    slots = np.concatenate((np.arange(size - 2), first_slots[1:]))
+    slots = np.concatenate((np.arange(chunk), first_slots[1:]))
     layout = AttentionLayout(
         qo_indptr_cpu=offsets_of(lengths),
         kv_lens_cpu=torch.from_numpy(lengths.astype(np.int32)),
@@ -73,11 +75,11 @@ def step_of(rows: Rows, size: int, has_adapters: bool) -> HostStep:
     )
     return replace(
         HostStep.empty(),
-        ids=np.arange(size - 2),
-        gather=np.full(2, rows.scratch_row),
-        rows=np.full(3, rows.scratch_row),
-        positions=np.tile(np.concatenate((np.arange(size - 2), [0, 0])), (3, 1)),
+        ids=np.arange(chunk),
+        gather=np.full(num_decodes, rows.scratch_row),
+        rows=np.full(len(lengths), rows.scratch_row),
+        positions=np.tile(np.concatenate((np.arange(chunk), [0] * num_decodes)), (3, 1)),
         attention=layout,
-        logits_indices=np.arange(size - 3, size),
+        logits_indices=np.arange(chunk - 1, size),
         adapters=np.zeros(size if has_adapters else 0, dtype=np.int32),
     )
