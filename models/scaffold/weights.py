@@ -31,11 +31,7 @@ LAYER = re.compile(r"model\.language_model\.layers\.(\d+)\.")
 
 def tensor_shapes(config: ModelConfig) -> Shapes:
     """Return the name and shape of every tensor of an unquantized checkpoint in the published layout."""
-    return {slot.name: slot.shape for slot in _plain_slots(config)}
-
-
-def _plain_slots(config: ModelConfig) -> Iterator[CheckpointTensor]:
-    return _slots(replace(config, text=replace(config.text, format="plain")))
+    return {slot.name: slot.shape for slot in _slots(replace(config, text=replace(config.text, format="plain")))}
 
 
 def _slots(config: ModelConfig) -> Iterator[CheckpointTensor]:
@@ -67,8 +63,7 @@ def write_random_weights(folder: Path, seed: int, max_shard_bytes: int = MAX_SHA
     """Write safetensors to the folder: one file, or shards with an index if they exceed `max_shard_bytes`."""
     config = read_config(folder, with_head=read_config(folder).text.delta is not None)
     shapes, dtype = tensor_shapes(config), torch_dtype(config.dtype)
-    plain = {slot.name: slot.target.dtype for slot in _plain_slots(config)}
-    quantized = {slot.name for slot in _slots(config) if plain.get(slot.name, slot.target.dtype) != slot.target.dtype}
+    quantized = {slot.name for slot in _slots(config) if slot.target.dtype == torch.float8_e4m3fn}
     shards = list(_shards(shapes, dtype, max_shard_bytes))
     for stale in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
         stale.unlink()
@@ -76,8 +71,7 @@ def write_random_weights(folder: Path, seed: int, max_shard_bytes: int = MAX_SHA
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {name: random_tensor(name, shapes[name], seed, dtype, torch.device("cpu")) for name in names}
-        if quantized:
-            tensors = _quantized(tensors, quantized, config.text.format, has_input_major=config.text.delta is None)
+        tensors = _quantized(tensors, quantized, config.text.format, has_input_major=config.text.delta is None)
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, file))
     if len(shards) > 1:
