@@ -21,7 +21,6 @@ class MatrixFormat(NamedTuple):
 PLAIN = MatrixFormat("plain", "plain")
 
 METHOD = "quant_method"
-ANY_GPU = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class FormatEntry:
     value_bytes: float  # bytes of a stored value with its share of scales
     settings: Mapping[str, Any] = field(default_factory=dict)  # supported values of quantization_config
     required: frozenset[str] = frozenset()  # settings without a default
-    capability: tuple[int, int] = ANY_GPU  # minimum compute capability
+    capability: tuple[int, int] = (0, 0)  # minimum compute capability
 
     def products_of(self, backend: str) -> str | None:
         """Return the class for this backend, if there is one."""
@@ -43,13 +42,6 @@ class FormatEntry:
     def runs_on(self, backend: str, capability: tuple[int, int]) -> bool:
         return self.products_of(backend) is not None and (backend == "torch" or capability >= self.capability)
 
-
-FLOAT8_PRODUCTS = {
-    "torch": "models.weights.float8:TorchFloat8",
-    "portable": "models.kernels.triton.float8:TritonFloat8",
-    "hopper": "models.kernels.hopper.float8:HopperFloat8",
-}
-FLOAT8_SETTINGS = {METHOD: "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
 
 FORMATS: Mapping[Format, FormatEntry] = {
     "plain": FormatEntry(
@@ -63,11 +55,15 @@ FORMATS: Mapping[Format, FormatEntry] = {
     ),
     "float8": FormatEntry(
         "models.weights.float8:BlockScaled",
-        FLOAT8_PRODUCTS,
+        {
+            "torch": "models.weights.float8:TorchFloat8",
+            "portable": "models.kernels.triton.float8:TritonFloat8",
+            "hopper": "models.kernels.hopper.float8:HopperFloat8",
+        },
         1 + 4 / 128**2,
-        FLOAT8_SETTINGS,
-        frozenset((METHOD, "weight_block_size")),
-        (8, 9),
+        settings={METHOD: "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"},
+        required=frozenset((METHOD, "weight_block_size")),
+        capability=(8, 9),
     ),
     "low_bit": FormatEntry(
         "models.weights.low_bit:LowBitKind",

@@ -17,7 +17,7 @@ class Architecture:
     model: str
     weight_files: tuple[str, ...] = ("model*.safetensors",)
     renames: tuple[tuple[str, str], ...] = ()  # regular expression and replacement
-    dropped: str | None = None  # matching tensors are not part of the model
+    dropped: str = ""  # matching tensors are not part of the model
     head: str = ""  # path of the prediction head, whose tensors are part of the model if it is read
     has_tower: bool = True
 
@@ -30,7 +30,7 @@ class Architecture:
         """Map the model's names to names in the files. ValueError if two tensors get the same name."""
         names: dict[str, str] = {}
         for name in stored:
-            if self.dropped is not None and re.search(self.dropped, name):
+            if self.dropped and re.search(self.dropped, name):
                 continue
             known = self.known_name(name)
             if known in names:
