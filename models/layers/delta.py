@@ -48,8 +48,8 @@ class HeadValues(nn.Module):
         self.values = setup.parameter(setup.tp.share(num_heads, "linear_num_value_heads"), dtype=torch.float32)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
-        count, rank = len(self.values), self.tp.rank
-        yield CheckpointTensor(prefix, (count * self.tp.size,), (slice(rank * count, (rank + 1) * count),), self.values.data)
+        count = len(self.values)
+        yield CheckpointTensor(prefix, (count * self.tp.size,), (self.tp.own(count),), self.values.data)
 
 
 class GatedDeltaNet(Mixer):

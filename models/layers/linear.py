@@ -75,10 +75,6 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.matrix(), self.bias)
 
-    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
-        for name, tensor in (("weight", self.weight.data), ("bias", self.bias.data)):
-            yield CheckpointTensor(f"{prefix}.{name}", tuple(tensor.shape), (slice(None),), tensor)
-
 
 class FusedColumnParallelLinear(nn.Module):
     """Several matrices of the checkpoint with the same input, stored as one; the caller multiplies."""
@@ -137,8 +133,7 @@ class RowParallelLinear(nn.Module):
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         rows, columns = self.weight.shape
-        share = slice(self.tp.rank * columns, (self.tp.rank + 1) * columns)
-        yield from self.weight.tensors(prefix, (rows, columns * self.tp.size), slice(0, rows), share, slice(0, rows))
+        yield from self.weight.tensors(prefix, (rows, columns * self.tp.size), slice(0, rows), self.tp.own(columns), slice(0, rows))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -169,5 +164,4 @@ class VocabParallelEmbedding(nn.Module):
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         rows, columns = self.weight.shape
-        index = (slice(self.tp.rank * rows, (self.tp.rank + 1) * rows),)
-        yield CheckpointTensor(f"{prefix}.weight", (rows * self.tp.size, columns), index, self.weight.data)
+        yield CheckpointTensor(f"{prefix}.weight", (rows * self.tp.size, columns), (self.tp.own(rows),), self.weight.data)

@@ -69,8 +69,7 @@ class AdapterSlots:
 
     def _adapt_row_parallel(self, path: str, module: RowParallelLinear) -> None:
         rows, columns = module.weight.shape
-        share = slice(module.tp.rank * columns, (module.tp.rank + 1) * columns)
-        self._writers[path] = _writer(self._wrap(module, ((0, rows, 0),)), 0, [(slice(rows), slice(rows))], share)
+        self._writers[path] = _writer(self._wrap(module, ((0, rows, 0),)), 0, [(slice(rows), slice(rows))], module.tp.own(columns))
 
     def _wrap(self, module: FusedColumnParallelLinear | RowParallelLinear, ranges: tuple[tuple[int, int, int], ...]) -> LowRank:
         model = self._model

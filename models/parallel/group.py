@@ -57,6 +57,10 @@ class TensorParallel:
             raise ValueError(f"{what} ({total}) is not divisible by {self.size} tensor-parallel ranks")
         return total // self.size
 
+    def own(self, size: int) -> slice:
+        """Return this rank's part, where each rank has `size` rows or columns."""
+        return slice(self.rank * size, (self.rank + 1) * size)
+
     def exchange_for(self, num_bytes: int) -> Exchange | None:
         """Return the exchange if each rank's part is small enough for it."""
         return self.exchange if self.exchange is not None and num_bytes <= self.exchange.max_bytes else None
