@@ -3,7 +3,7 @@
 A matrix that is stored in another format than the checkpoint's is opened with its first tensor and converted after its last one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,6 @@ from models.checkpoint.names import CheckpointTensor, Index, Stored, leaves, own
 from models.decoders.contract import LanguageModel
 from models.weights.matrix import Matrix
 
-META = torch.device("meta")
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})  # dtypes that are converted to each other
 FILE_DTYPES = {  # by their names in safetensors
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32,
@@ -65,8 +64,9 @@ class WeightUpdate:
         self._model, self._source = model, source
         self._leaves_of: dict[str, list[_Leaf]] = {}
         expected: set[str] = set()
-        for module, path in _leaves(model):
-            expected |= self._note(module, path)
+        for root, root_path in model.checkpoint_modules():
+            for module, path in leaves(root, root_path):
+                expected |= self._note(module, path)
         is_tied = model.config.tie_word_embeddings and OUTPUT_MATRIX not in expected
         demand_none("has unexpected", source.keys() - expected - ({OUTPUT_MATRIX} if is_tied else set()))
         if is_whole:
@@ -100,7 +100,7 @@ class WeightUpdate:
         """Check one module's tensors; return all names, present or not."""
         leaf = _Leaf(module, path, frozenset(), set())
         for matrix in leaf.matrices:
-            matrix.reopen(META)
+            matrix.reopen(torch.device("meta"))
         try:
             slots = _slots(module, path, self._source)
         finally:
@@ -117,11 +117,6 @@ class WeightUpdate:
             if name in leaf.names:
                 self._leaves_of.setdefault(name, []).append(leaf)
         return names
-
-
-def _leaves(model: LanguageModel) -> Iterator[tuple[nn.Module, str]]:
-    for root, path in model.checkpoint_modules():
-        yield from leaves(root, path)
 
 
 def _slots(module: nn.Module, path: str, source: Mapping[str, Stored]) -> tuple[CheckpointTensor, ...]:

@@ -12,17 +12,12 @@ from models.scaffold import SHAPES, write_model_folder
 
 LoadFormat = Literal["auto", "dummy"]
 
-SIZES = ("2B", "4B", "8B", "32B", "30B-A3B", "235B-A22B")
-HYBRIDS = {  # sizes of Qwen3.5 and later
-    "3.5": ("0.8B", "2B", "4B", "9B", "27B", "35B-A3B", "122B-A10B", "397B-A17B"),
-    "3.6": ("27B", "35B-A3B"),
-    "3.8": ("27B",),
-}
+SIZES = ("2B", "4B", "8B", "32B", "30B-A3B", "235B-A22B")  # of Qwen3-VL
 DEMO = "demo"
 CONFIG_PATTERNS = ("*.json", "*.jinja", "*.txt")
 INDEX_PATTERNS = ("*.safetensors.index.json",)
 QWEN = re.compile(rf"(Qwen3-VL-(?:{'|'.join(SIZES)}))(-Instruct|-Thinking)?(-FP8)?")
-HYBRID = re.compile("|".join(rf"Qwen{version}-(?:{'|'.join(sizes)})(?:-FP8)?" for version, sizes in HYBRIDS.items()))
+HYBRID = re.compile(r"Qwen3\.[568]-([\d.]+B(?:-A\d+B)?)(?:-FP8)?")  # Qwen3.5 and later
 COSMOS = re.compile("Cosmos-Reason2-(2B|8B)|Cosmos3-(Nano|Super)(-Reasoner)?")
 
 
@@ -80,11 +75,10 @@ def hub_id_of(model: str) -> str:
 
 
 def _published_size(hub_id: str) -> str | None:
-    if hub_id.startswith("nvidia/Cosmos-Reason2-"):
-        return hub_id.removeprefix("nvidia/Cosmos-Reason2-")
-    if hybrid := re.fullmatch(rf"Qwen/({HYBRID.pattern})", hub_id):
-        return "3.5-" + hybrid[1].removesuffix("-FP8").partition("-")[2]
-    return next((size for size in SIZES if hub_id.startswith(f"Qwen/Qwen3-VL-{size}-")), None)
+    """Return the key of SHAPES, if there is one."""
+    if (hybrid := re.fullmatch(f"Qwen/{HYBRID.pattern}", hub_id)) and (name := f"3.5-{hybrid[1]}") in SHAPES:
+        return name
+    return next((size for size in SIZES if hub_id.startswith((f"Qwen/Qwen3-VL-{size}-", f"nvidia/Cosmos-Reason2-{size}"))), None)
 
 
 def _weight_patterns(folder: Path) -> tuple[str, ...]:

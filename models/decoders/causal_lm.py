@@ -9,7 +9,6 @@ from models.cache.spec import CacheSpec
 from models.checkpoint.names import CheckpointPart, module_tensors
 from models.config.types import ModelConfig, TextConfig
 from models.decoders.batch import ForwardBatch
-from models.decoders.contract import Tower
 from models.decoders.head import Eagle3Predictor, Predictor
 from models.decoders.text import TextModel
 from models.kernels.backend import Backend
@@ -21,6 +20,7 @@ from models.layers.head import PredictionHead
 from models.layers.linear import Setup, VocabParallelEmbedding
 from models.layers.rotary import MRope
 from models.parallel.group import TensorParallel
+from models.vision.encoder import Tower
 from models.weights.matrix import matrices_of
 
 

@@ -1,47 +1,20 @@
-"""Interfaces between the engine and a model; `models.config.registry` names the class of each checkpoint.
+"""Interface between the engine and a model; `models.config.registry` names the class of each checkpoint."""
 
-A `LanguageModel` has a `Tower` if it accepts images, and a `Predictor` if its prediction head was loaded.
-"""
-
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Set
 from typing import Protocol
 
 import torch
 
 from models.cache.spec import CacheSpec
 from models.checkpoint.names import CheckpointPart
+from models.config.registry import imported
 from models.config.types import ModelConfig
 from models.decoders.batch import ForwardBatch
 from models.decoders.head import Predictor
+from models.kernels.backend import Backend
 from models.kernels.paged import AttentionBackend
-from models.media.geometry import Grid
 from models.parallel.group import TensorParallel
-
-
-class Tower(Protocol):
-    """Vision tower. The caller bounds the number of patches per call; a call has images or frame pairs, not both."""
-
-    config: ModelConfig
-    dtype: torch.dtype
-    device: torch.device
-    uses_graphs: bool  # False while the layers' weights are not those at capture
-
-    def encode(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
-        """Return the embeddings (1 + L, N, D) of each uint8 image (H, W, 3) or frame pair (2, H, W, 3) on the device, resized to its grid
-        (t, h, w) in patches. Each result has its own storage."""
-
-    def encode_part(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> torch.Tensor:
-        """Encode together with all ranks: return (1 + L, n, D), this rank's tokens of all images by `part_of`."""
-
-    def kept_bytes(self) -> int:
-        """Return the most device memory that graphs of `prepare` and tables of grids use."""
-
-    def prepare(self, is_busy: bool = False) -> bool:
-        """Do some tens of milliseconds of work in advance while the host is idle. Return False if there is none. `is_busy`: the device is
-        still working."""
-
-    def finish(self) -> None:
-        """Recompute in place what is derived from weights; call after they have changed."""
+from models.vision.encoder import Tower
 
 
 class LanguageModel(Protocol):
@@ -51,8 +24,8 @@ class LanguageModel(Protocol):
     tp: TensorParallel
     dtype: torch.dtype
     device: torch.device
-    tower: Tower | None
-    predictor: Predictor | None
+    tower: Tower | None  # if it accepts images
+    predictor: Predictor | None  # if its prediction head was loaded
 
     def head_tensors(self, names: Set[str]) -> Iterator[CheckpointPart]:
         """Return the target of each tensor of an EAGLE-3 head, whose checkpoint has these tensors by the names of the model."""
@@ -89,3 +62,9 @@ class LanguageModel(Protocol):
     def finish(self) -> None:
         """Quantize matrices as configured, and recompute in place what is derived from weights. Call after loading, before graphs are
         captured, and after an update."""
+
+
+def make_model(config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> LanguageModel:
+    """Return this rank's part of the model with uninitialised weights."""
+    model: LanguageModel = imported(config.architecture.model)(config, tp, backend, dtype)
+    return model

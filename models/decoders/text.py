@@ -69,8 +69,8 @@ class TextModel(nn.Module):
     def _tap(self, layer: int, residual: Residual, hidden_TX: torch.Tensor | None) -> None:
         """Copy the input of a layer that the EAGLE-3 head reads."""
         width = residual.sum_TD.shape[1]
-        for i, tap in enumerate(self._taps if hidden_TX is not None else ()):
-            if tap == layer and hidden_TX is not None:
+        for i, tap in enumerate(self._taps):
+            if hidden_TX is not None and tap == layer:
                 own_TD = hidden_TX[:, i * width : (i + 1) * width].copy_(residual.sum_TD)
                 if residual.parts_STD is not None:
                     own_TD += residual.parts_STD.sum(0)

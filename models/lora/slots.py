@@ -82,13 +82,11 @@ class AdapterSlots:
         adapted = adapt_linear(layer, self._num_slots, self._rank, self._tower_slot)
 
         def write(slot: int, factors: Factors | None) -> None:
-            adapted.a_SRK[slot].zero_()
-            adapted.b_SNR[slot].zero_()
-            if factors is not None:
-                rank = len(factors[0])
-                adapted.a_SRK[slot, :rank].copy_(factors[0], non_blocking=True)
-                for own, stored in rows:
-                    adapted.b_SNR[slot, own, :rank].copy_(factors[1][stored], non_blocking=True)
+            if factors is None:
+                adapted.a_SRK[slot].zero_()
+                adapted.b_SNR[slot].zero_()
+            else:
+                _write(adapted.a_SRK[slot], adapted.b_SNR[slot], rows, factors)
 
         self._writers[path] = write
 
@@ -98,18 +96,22 @@ def _writer(low_rank: LowRank, group: int, parts: list[tuple[slice, slice]], col
 
     def write(slot: int, factors: Factors | None) -> None:
         low_rank.ranks_SG[slot, group].zero_()  # assigning a number would wait for the device
-        if factors is None:
-            return
-        rank = len(factors[0])
-        padded = -(-rank // RANK_STEP) * RANK_STEP
-        low_rank.a_SGRK[slot, group, rank:padded] = 0
-        low_rank.a_SGRK[slot, group, :rank].copy_(factors[0][:, columns], non_blocking=True)
-        for own, stored in parts:
-            low_rank.b_SNR[slot, own, rank:padded] = 0
-            low_rank.b_SNR[slot, own, :rank].copy_(factors[1][stored], non_blocking=True)
-        low_rank.ranks_SG[slot, group].fill_(padded)
+        if factors is not None:
+            padded, factors = -(-len(factors[0]) // RANK_STEP) * RANK_STEP, (factors[0][:, columns], factors[1])
+            _write(low_rank.a_SGRK[slot, group, :padded], low_rank.b_SNR[slot, :, :padded], parts, factors)
+            low_rank.ranks_SG[slot, group].fill_(padded)
 
     return write
+
+
+def _write(a_RK: torch.Tensor, b_NR: torch.Tensor, parts: list[tuple[slice, slice]], factors: Factors) -> None:
+    """Copy factors, padded with zeros to the rank of the targets."""
+    rank = len(factors[0])
+    a_RK[rank:] = 0
+    a_RK[:rank].copy_(factors[0], non_blocking=True)
+    for own, stored in parts:
+        b_NR[own, rank:] = 0
+        b_NR[own, :rank].copy_(factors[1][stored], non_blocking=True)
 
 
 def read_weights(adapter: Adapter, dtype: torch.dtype, is_pinned: bool = False) -> Weights:

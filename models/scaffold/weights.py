@@ -17,7 +17,7 @@ from models.checkpoint.names import CheckpointTensor
 from models.config.formats import Format
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
-from models.decoders.make import make_model
+from models.decoders.contract import make_model
 from models.kernels.reference.backend import TorchBackend
 from models.parallel.group import TensorParallel
 from models.weights.matrix import storage_of

@@ -134,10 +134,6 @@ class VisionBlock(nn.Module):
         self.attn.add_(self.norm1(x_PD, offsets_2D[0]), cos_sin_PK, x_PD)
         self.mlp.add_(self.norm2(x_PD, offsets_2D[1]), x_PD)
 
-    def biases(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the biases (D,) that the attention and the MLP omit from the stream."""
-        return self.attn.proj.bias, self.mlp.linear_fc2.bias
-
 
 class PatchMerger(nn.Module):
     """Merge the patches of a block into one token. The main merger normalises each patch, the others their concatenation."""
@@ -184,7 +180,7 @@ class VisionTower(nn.Module):
         return self._sum_biases()
 
     def _sum_biases(self) -> torch.Tensor:
-        biases = torch.stack([bias for block in self._blocks for bias in block.biases()])
+        biases = torch.stack([bias for block in self._blocks for bias in (block.attn.proj.bias, block.mlp.linear_fc2.bias)])
         return F.pad(biases.float().cumsum(0), (0, 0, 1, 0))
 
     def finish(self) -> None:

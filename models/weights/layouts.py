@@ -29,6 +29,11 @@ class Layout:
     divides: bool = False  # scales are divided by the factor
     scalar_shape: tuple[int, ...] | None = None  # shape of factors, or of the only scale of a matrix
 
+    def block(self, bits: int) -> tuple[int, int]:
+        """Return the rows and columns of values in an element of `codes`."""
+        per_word = WORD // bits
+        return {"columns": (1, per_word), "rows": (per_word, 1), "pairs": (1, 2), "values": (1, 1)}[self.packing]
+
 
 FINAL = "final"
 LAYOUTS: Mapping[str, Layout] = {
