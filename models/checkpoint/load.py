@@ -17,7 +17,7 @@ from models.checkpoint.names import CheckpointPart, CheckpointTensor, Stored
 from models.config.registry import EAGLE3, Architecture
 from models.decoders.contract import LanguageModel
 from models.layers.decoder import SelfAttention
-from models.layers.linear import FusedColumnParallelLinear
+from models.layers.linear import FusedColumnParallelLinear, placed
 from models.weights.matrix import matrices_of
 
 logger = logging.getLogger(__name__)
@@ -138,8 +138,9 @@ def init_dummy_weights(model: LanguageModel, seed: int) -> None:
             parameter.data.fill_(0.0 if name.endswith(".bias") else 1.0)
     if model.tp.size > model.config.text.num_kv_heads:
         for name, module in fused.items():
-            for part, rows in module.rows_of_parts():
+            for part, own in placed(module.parts):
                 if part.name in ("k_proj", "v_proj"):  # heads replicated on several ranks
+                    rows = module.weight.storage.rows(own.start, own.stop)
                     rows.fill_normal_(rows.shape[1] ** -0.5, seeded(f"{name}/{part.name}/{part.start}", 0))
 
 

@@ -29,18 +29,14 @@ class FormatEntry:
     imports them."""
 
     storage: str
-    products: Mapping[str, str]  # by the name of the backend; `hopper` uses those of `portable` unless it has its own
+    products: Mapping[str, str]  # by the name of the backend
     value_bytes: float  # bytes of a stored value with its share of scales
     settings: Mapping[str, Any] = field(default_factory=dict)  # supported values of quantization_config
     required: frozenset[str] = frozenset()  # settings without a default
     capability: tuple[int, int] = (0, 0)  # minimum compute capability
 
-    def products_of(self, backend: str) -> str | None:
-        """Return the class for this backend, if there is one."""
-        return self.products.get(backend, self.products.get("portable") if backend == "hopper" else None)
-
     def runs_on(self, backend: str, capability: tuple[int, int]) -> bool:
-        return self.products_of(backend) is not None and (backend == "torch" or capability >= self.capability)
+        return backend in self.products and capability >= self.capability
 
 
 FORMATS: Mapping[Format, FormatEntry] = {

@@ -15,7 +15,7 @@ from models.kernels.backend import Backend
 from models.kernels.ops import Ops
 from models.kernels.stream import Activation, Residual, RowClass
 from models.parallel.group import TensorParallel
-from models.weights.matrix import Matrix, Place, Products, Storage, products_of, storage_of
+from models.weights.matrix import Matrix, Place, Products, products_of, storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,6 @@ class FusedColumnParallelLinear(nn.Module):
         for each in format:
             storage_of(each).check(in_features, [part.rows for part in parts], [part.start for part in parts])
         self.weight = Matrix.empty(sum(part.rows for part in parts), in_features, format, setup.place)
-
-    def rows_of_parts(self) -> Iterator[tuple[Part, Storage]]:
-        """Return each part and a view of it."""
-        return ((part, self.weight.storage.rows(own.start, own.stop)) for part, own in placed(self.parts))
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         """The matrices are siblings of this layer in the checkpoint."""

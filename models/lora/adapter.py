@@ -50,10 +50,6 @@ class Adapter:
     targets: tuple[Target, ...]
 
     @property
-    def weights(self) -> Path:
-        return self.folder / WEIGHTS
-
-    @property
     def has_tower(self) -> bool:
         """Return whether it changes embeddings of images."""
         return any(target.module.startswith(TOWER) for target in self.targets)

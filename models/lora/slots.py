@@ -11,7 +11,7 @@ from models.config.registry import imported
 from models.decoders.contract import LanguageModel
 from models.kernels.backend import Backend
 from models.layers.linear import FusedColumnParallelLinear, Linear, RowParallelLinear, placed
-from models.lora.adapter import OF_A, OF_B, Adapter
+from models.lora.adapter import OF_A, OF_B, WEIGHTS, Adapter
 from models.lora.low_rank import OPS, LowRank, LowRankOps, make_low_rank
 from models.lora.matrix import AdaptedProducts, StepSlots
 from models.lora.targets import RANK_STEP, TOWER
@@ -117,7 +117,7 @@ def _write(a_RK: torch.Tensor, b_NR: torch.Tensor, parts: list[tuple[slice, slic
 def read_weights(adapter: Adapter, dtype: torch.dtype, is_pinned: bool = False) -> Weights:
     """Read an adapter to host memory; scales are applied to B in float32. ValueError or OSError."""
     weights: Weights = {}
-    with safe_open(adapter.weights, framework="pt") as file:
+    with safe_open(adapter.folder / WEIGHTS, framework="pt") as file:
         for target in adapter.targets:
             a, b = file.get_tensor(target.prefix + OF_A), file.get_tensor(target.prefix + OF_B).float() * target.scale
             factors = a.to(dtype, copy=True), b.to(dtype)  # a view of the file would be read when it is used

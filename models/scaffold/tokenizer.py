@@ -37,9 +37,16 @@ def special_token_ids(num_base_tokens: int) -> dict[str, int]:
 
 def tokenizer_json(num_base_tokens: int) -> dict[str, object]:
     """Return tokenizer.json for `tokenizers`. `num_base_tokens` counts 256 bytes and the merges; ValueError if out of range."""
-    alphabet = byte_alphabet()
-    merges = _first_merges(num_base_tokens - len(alphabet), set(alphabet))
-    tokens = alphabet + [left + right for left, right in merges]
+    vocabulary = {token: i for i, token in enumerate(byte_alphabet())}
+    merges: list[str] = []
+    for left, right in _merge_candidates():
+        if len(vocabulary) == num_base_tokens:
+            break
+        if left + right not in vocabulary:
+            vocabulary[left + right] = len(vocabulary)
+            merges.append(f"{left} {right}")
+    if len(vocabulary) != num_base_tokens:
+        raise ValueError(f"num_base_tokens must be 256 to {len(vocabulary)}, got {num_base_tokens}")
     split = {"type": "Split", "pattern": {"Regex": SPLIT_PATTERN}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     return {
@@ -49,11 +56,7 @@ def tokenizer_json(num_base_tokens: int) -> dict[str, object]:
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "post_processor": byte_level,
         "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "vocab": {token: i for i, token in enumerate(tokens)},
-            "merges": [f"{left} {right}" for left, right in merges],
-        },
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges},
     }
 
 
@@ -95,20 +98,6 @@ def _added_token(index: int) -> dict[str, object]:
         "normalized": False,
         "special": index < NUM_SKIPPED_SPECIALS,
     }
-
-
-def _first_merges(count: int, known: set[str]) -> list[tuple[str, str]]:
-    """Return the first `count` merges of existing tokens that give a new token."""
-    merges: list[tuple[str, str]] = []
-    candidates = _merge_candidates()
-    while len(merges) < count:
-        pair = next(candidates, None)
-        if pair is None:
-            raise ValueError(f"the merge rules give at most {len(merges)} merges, {count} were requested")
-        if pair[0] + pair[1] not in known:
-            known.add(pair[0] + pair[1])
-            merges.append(pair)
-    return merges
 
 
 def _merge_candidates() -> Iterator[tuple[str, str]]:

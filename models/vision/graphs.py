@@ -49,7 +49,10 @@ class TowerGraphs:
         key = len(patches_FPX), tuple(grids)
         graph = self._graphs.get(key)
         if graph is None:
-            self._note(key, patches_FPX.shape[1])
+            if patches_FPX.shape[1] <= MAX_PATCHES_OF_ONE:
+                self._seen[key] = self._seen.pop(key, 0) + 1
+                if len(self._seen) > MAX_SEEN:
+                    self._seen.popitem(last=False)
             return None
         self._graphs.move_to_end(key)
         self._tower.plan(grids)  # the graph reads buffers that other encodes use, too
@@ -82,12 +85,6 @@ class TowerGraphs:
         while sum(graph.patches_FPX.shape[1] for graph in self._graphs.values()) > MAX_PATCHES_OF_ALL:
             self._graphs.popitem(last=False)
         return True
-
-    def _note(self, key: Key, num_patches: int) -> None:
-        if num_patches <= MAX_PATCHES_OF_ONE:
-            self._seen[key] = self._seen.pop(key, 0) + 1
-            if len(self._seen) > MAX_SEEN:
-                self._seen.popitem(last=False)
 
     def _capture(self, key: Key) -> TowerGraph:
         num_frames, grids = key

@@ -214,7 +214,7 @@ class VisionTower(nn.Module):
 
     def patch_bytes(self) -> int:
         """Return the bytes of a patch's widest activations and of its part of the result."""
-        widest = 3 * self.config.hidden_size + 2 * self.config.intermediate_size + 2 * self.config.hidden_size
+        widest = 5 * self.config.hidden_size + 2 * self.config.intermediate_size
         levels = (1 + len(self.config.deepstack_indexes)) * self.config.out_hidden_size // self.config.merge_size**2
         return (widest + levels) * self.merger.norm.weight.itemsize
 

@@ -211,7 +211,7 @@ def storage_of(format: Format) -> type[Storage]:
 @cache
 def products_of(format: Format, backend: str) -> Callable[[Any, int], Products[Any]]:
     """Return the class of the products. ValueError if the backend has none for the format."""
-    if (name := entry_of(format).products_of(backend)) is None:
+    if (name := entry_of(format).products.get(backend)) is None:
         raise ValueError(f"--backend {backend} has no products of {format} matrices: --backend torch has")
     products: Callable[[Any, int], Products[Any]] = imported(name)
     return products
