@@ -19,8 +19,7 @@ class RowStates:
     chunks of a prompt follow each other in a step, the state between them is written to a spare row.
 
     For a decode row it writes the state after the first token and, after `layer_bytes`, the inputs of each further token, which the
-    step verifies. The next step replays the accepted ones. A rejected token never enters a state, so there is no rollback, and each step
-    reads and writes a state once.
+    step verifies. The next step replays the accepted ones, so that a rejected token never enters a state.
     """
 
     def __init__(self, group: StateGroup, num_rows: int, device: torch.device, num_verified: int = 0) -> None:

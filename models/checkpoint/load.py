@@ -111,8 +111,8 @@ def present(part: CheckpointPart, source: Mapping[str, Stored]) -> tuple[Checkpo
 def init_dummy_weights(model: LanguageModel, seed: int) -> None:
     """Fill with random values: matrices with standard deviation fan_in ** -0.5, norms one, biases zero. Replicated values are equal.
 
-    Untied embeddings have standard deviation 1, and matrices that write to the decoder's residual stream (2 * layers) ** -0.5 of theirs, as
-    in GPT-2: hidden states remain those of their tokens, so routers choose almost uniformly.
+    Untied embeddings have standard deviation 1, and matrices that write to the decoder's residual stream (2 * layers) ** -0.5 of theirs:
+    hidden states remain those of their tokens, so that routers choose almost uniformly.
     """
 
     def seeded(name: str, rank: int) -> torch.Generator:

@@ -1,7 +1,5 @@
-"""Replacement of a model's weights in place: everything is checked first, then tensors are written one by one, in any order.
-
-A matrix that is stored in another format than the checkpoint's is opened with its first tensor and converted after its last one.
-"""
+"""Replacement of a model's weights in place: everything is checked first, then tensors are written one by one, in any order. A matrix in
+another format than the checkpoint's is opened with its first tensor and converted after its last one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,6 +1,5 @@
-"""Formats of matrices: their names in checkpoints, and the classes that store and multiply them. Imports no torch.
-
-A format is a line of FORMATS and a file for each backend that supports it: docs/architecture.md has the recipe."""
+"""Formats of matrices: their names in checkpoints, and the classes that store and multiply them. Imports no torch. docs/architecture.md has
+the recipe for another one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -25,8 +24,7 @@ METHOD = "quant_method"
 
 @dataclass(frozen=True, slots=True)
 class FormatEntry:
-    """Line of FORMATS. `storage` and `products` are `module:name` of a `Storage` and of `Products`, see `models.weights.matrix`; a worker
-    imports them."""
+    """Line of FORMATS. `storage` and `products` are `module:name` of a `Storage` and of `Products`, see `models.weights.matrix`."""
 
     storage: str
     products: Mapping[str, str]  # by the name of the backend
@@ -87,7 +85,7 @@ def final_format(format: Format) -> Format:
 
 
 def read_quantization(quantization: Mapping[str, Any] | None) -> Quantization:
-    """Return the formats named by a checkpoint's quantization_config. ValueError for unsupported ones, which lists the supported ones."""
+    """Return the formats named by a checkpoint's quantization_config. ValueError that lists the supported ones."""
     if quantization is None:
         return Quantization("plain")
     by_method = {entry.settings[METHOD]: name for name, entry in FORMATS.items() if entry.settings}

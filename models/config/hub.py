@@ -23,16 +23,13 @@ COSMOS = re.compile("Cosmos-Reason2-(2B|8B)|Cosmos3-(Nano|Super)(-Reasoner)?")
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A resolved model. `folder` contains config and tokenizer (and weights, unless they are dummies); `name` is the model's name in the
-    API."""
-
-    folder: Path
-    name: str
+    folder: Path  # config and tokenizer, and weights unless they are dummies
+    name: str  # in the API
 
 
 def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedModel:
-    """Return the folder of `model`: the demo, a given folder, or one downloaded into the hub's cache. The files of a published size with
-    dummy weights are written below `cache_dir` without a network. ValueError otherwise and if the download fails."""
+    """Return the demo, a given folder, or one downloaded into the hub's cache. The files of a published size with dummy weights are written
+    below `cache_dir` without a network. ValueError otherwise and if the download fails."""
     if model == DEMO:
         return ResolvedModel(CHECKPOINT, model)
     path = Path(model).expanduser()

@@ -149,12 +149,12 @@ def _reject_unsupported(text: Json, model_type: str) -> None:
 
 
 def _text(config: Json, has_tower: bool, head_path: str) -> TextConfig:
-    is_hybrid, moe = _is_hybrid(config), _moe(config)
+    moe, (delta, delta_layers) = _moe(config), _delta(config)
     hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     head_dim = _size(config, "head_dim") if has_tower else config.get("head_dim", hidden_size // num_heads)
     rope = _rotary(config, default_theta=5_000_000.0 if has_tower else 10_000.0)
-    rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 0.25 if is_hybrid else 1.0))
-    published = (11, 11, 10) if is_hybrid else (24, 20, 20)
+    rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 0.25 if delta else 1.0))
+    published = (11, 11, 10) if delta else (24, 20, 20)
     section = tuple(rope.get("mrope_section", published)) if has_tower else (head_dim // 2, 0, 0)  # one axis
     if len(section) != 3 or sum(section) != rotary_dim // 2:
         raise ValueError(f"mrope_section must be three numbers that sum to half of the rotary values ({rotary_dim}), got {section}")
@@ -174,8 +174,8 @@ def _text(config: Json, has_tower: bool, head_path: str) -> TextConfig:
         llama3=rope["llama3"],
         has_qk_norm=config.get("model_type") != "llama",
         moe=moe,
-        delta=_delta(config),
-        delta_layers=_delta_layers(config),
+        delta=delta,
+        delta_layers=delta_layers,
         head_path=head_path,
     )
 
@@ -197,9 +197,10 @@ def _is_hybrid(config: Json) -> bool:
     return "linear_num_value_heads" in config
 
 
-def _delta(config: Json) -> DeltaConfig | None:
+def _delta(config: Json) -> tuple[DeltaConfig | None, frozenset[int]]:
+    """Return DeltaNet and its layers: by `layer_types`, or else all but every n-th. ValueError unless some layers have attention."""
     if not _is_hybrid(config):
-        return None
+        return None, frozenset()
     delta = DeltaConfig(
         num_key_heads=_size(config, "linear_num_key_heads"),
         num_value_heads=_size(config, "linear_num_value_heads"),
@@ -209,19 +210,12 @@ def _delta(config: Json) -> DeltaConfig | None:
     )
     if delta.num_value_heads % delta.num_key_heads:
         raise ValueError(f"linear_num_value_heads must be a multiple of linear_num_key_heads, got {delta}")
-    return delta
-
-
-def _delta_layers(config: Json) -> frozenset[int]:
-    """Return the DeltaNet layers by `layer_types`, or else all but every n-th. ValueError unless some layers have attention."""
-    if not _is_hybrid(config):
-        return frozenset()
     num_layers, interval = _size(config, "num_hidden_layers"), config.get("full_attention_interval", 4)
     regular = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(num_layers)]
     kinds = config.get("layer_types", regular)
     if len(kinds) != num_layers or set(kinds) != {"linear_attention", "full_attention"}:
         raise ValueError("text_config.layer_types must name linear_attention or full_attention for every layer, and each at least once")
-    return frozenset(i for i, kind in enumerate(kinds) if kind == "linear_attention")
+    return delta, frozenset(i for i, kind in enumerate(kinds) if kind == "linear_attention")
 
 
 def _num_experts(config: Json) -> int:
@@ -257,13 +251,12 @@ def _placeholder_ids(config: Json) -> dict[MediaKind, int]:
 
 
 def _geometry(settings: Json, vision: VisionConfig | None) -> VisionGeometry:
-    """Return the patch geometry of images; published values without a tower."""
     sizes = (16, 2, 2) if vision is None else (vision.patch_size, vision.merge_size, vision.temporal_patch_size)
     return VisionGeometry(*sizes, *pixel_limits(settings, DEFAULT_MIN_PIXELS, DEFAULT_MAX_PIXELS))
 
 
 def pixel_limits(settings: Json, least: int, most: int) -> tuple[int, int]:
-    """Return the pixel limits in a preprocessor's settings of either layout, by default these. ValueError for an unsupported one."""
+    """Return the pixel limits in a preprocessor's settings, by default these. ValueError for an unsupported normalisation."""
     for key in ("image_mean", "image_std"):  # preprocess.py computes x / 127.5 - 1 and nothing else
         if any(value != 0.5 for value in settings.get(key, ())):
             raise ValueError(f"{key} must be 0.5 for every channel, got {settings[key]}")

@@ -19,13 +19,13 @@ SUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Low-bit values with a scale for each group of a row's values; products take inputs in the model's dtype. Its string is the name
-    of the format, such as `int4-g128-zeros-awq`, without the layout if it is the final one."""
+    """Low-bit values; products take inputs in the model's dtype. Its string is the name of the format, such as `int4-g128-zeros-awq`,
+    without the layout if it is the final one."""
 
     element: str  # a key of BITS
     group: int = 0  # consecutive values of a row that share a scale; 0: the whole row
     has_zeros: bool = False  # whether a group has a zero point; integers without one are symmetric
-    layout: str = "final"  # layout of the tensors, see `models.weights.layouts`; `final` is that after loading
+    layout: str = "final"  # of the tensors, see `models.weights.layouts`; `final`: after loading
 
     def __str__(self) -> str:
         name = f"{self.element}-g{self.group}" + "-zeros" * self.has_zeros

@@ -54,13 +54,13 @@ class DeltaConfig:
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
-    """Configuration of the decoder. `head_dim` is never inferred from `hidden_size`: 32B has 64 heads of 128 and a hidden size of 5120."""
+    """Configuration of the decoder."""
 
     num_layers: int
     hidden_size: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # not hidden_size / num_heads in 32B
     intermediate_size: int
     vocab_size: int
     rms_norm_eps: float
@@ -158,7 +158,7 @@ class Eagle3Config:
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """Configuration of the vision tower. DeepStack level i is taken after block `deepstack_indexes[i]` and added after decoder layer i."""
+    """DeepStack level i is taken after block `deepstack_indexes[i]` and added after decoder layer i."""
 
     depth: int
     hidden_size: int

@@ -1,4 +1,4 @@
-"""Prediction head with its rotary positions, embedding and output matrix, which a head of the same checkpoint shares with the model."""
+"""Prediction head with its rotary positions, embedding and output matrix."""
 
 from typing import Any
 

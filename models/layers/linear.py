@@ -102,9 +102,7 @@ def add_sum_(
     parts_STD: torch.Tensor | None = None,
 ) -> None:
     """residual += the sum over the ranks of the result of `compute(out)`, which it writes to `out` (T, width), or returns if `out` is None.
-
-    `parts_STD`: the partial sums that `compute` adds, if any. The sum may be in shared memory: the next norm must read it before the next
-    sum."""
+    `parts_STD`: the partial sums that `compute` adds, if any. The next norm must read the sum before the next call."""
     num_tokens = len(residual.sum_TD)
     if (exchange := tp.exchange_for(num_tokens * width * torch.bfloat16.itemsize)) is None:
         residual.add_(tp.sum_of(num_tokens, width, compute)[None])
@@ -142,7 +140,7 @@ class VocabParallelEmbedding(nn.Module):
 
     @cached_property
     def output(self) -> Products[Any]:
-        """Products of the output head, made once the weight is final."""
+        """Return the products of the output head; read once the weight is final."""
         return self.rounded("plain")
 
     def rounded(self, format: Format) -> Products[Any]:

@@ -113,8 +113,7 @@ class Router(nn.Module):
 
 
 class SparseMoe(nn.Module):
-    """Sum of the experts that the router chooses per token, with weights that sum to one, and of the gated shared expert. Every rank has
-    all tokens, so one sum over the ranks combines the results."""
+    """Sum of the experts that the router chooses per token, with weights that sum to one, and of the gated shared expert."""
 
     def __init__(self, hidden_size: int, moe: MoeConfig, format: MatrixFormat, setup: Setup) -> None:
         super().__init__()

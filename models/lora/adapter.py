@@ -111,7 +111,7 @@ def _read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _pairs(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]]:
-    """Return the prefix of each A and B, and their shapes. ValueError for other tensors, which name what the adapter changes besides."""
+    """Return the prefix of each A and B, and their shapes. ValueError for other tensors."""
     others = sorted(name for name in shapes if not name.endswith((OF_A, OF_B)))
     if others:
         raise ValueError(f"{WEIGHTS} has more than lora_A and lora_B of linear layers: {_listed(others)}")
@@ -132,7 +132,7 @@ def _check_shapes(path: str, shapes: tuple[tuple[int, ...], tuple[int, ...]], of
 
 
 def _scale(config: Mapping[str, Any], path: str, rank: int) -> float:
-    """Return alpha / r, or alpha / sqrt(r) with rsLoRA, as `LoraLayer` of PEFT. ValueError if the file's rank is not the configured one."""
+    """Return alpha / r, or alpha / sqrt(r) with rsLoRA. ValueError if the file's rank is not the configured one."""
     configured = _by_pattern(config, "rank_pattern", path, config.get("r"))
     if configured != rank:
         raise ValueError(f"lora_A of {path} has rank {rank}, {CONFIG} has {configured}")

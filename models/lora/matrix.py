@@ -65,7 +65,7 @@ class AdaptedProducts(Products[Any]):
         self._low_rank_ops.expand_(out_TN, shrunk_PTR, self._low_rank, slots)
 
     def _shrunk(self, x_TX: Activation) -> tuple[torch.Tensor, TokenSlots, torch.Tensor]:
-        """Return the inputs, those of a norm computed once for both products, the tokens' slots, and A @ the inputs."""
+        """Return the inputs, computed once for both products, the tokens' slots, and A @ the inputs."""
         x_TK = self._ops.norm(x_TX) if isinstance(x_TX, Normed) else x_TX
         assert isinstance(x_TK, torch.Tensor), "the adapted product before returns values"
         slots = self._slots.of(len(x_TK))

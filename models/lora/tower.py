@@ -1,5 +1,5 @@
 """Linear layers of the vision tower with adapters. The images of one call have the same adapter, which is added to each matrix when it is
-read: one matrix at a time needs memory, and a call without an adapter reads the layer's own."""
+read, so that one matrix at a time needs memory."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,4 @@
-"""Generator of complete model folders without a download: published shapes with dummy weights, and tiny models.
-
-Called by the registry (`--load-format dummy`), by tests and by `python -m models.scaffold`.
-"""
+"""Generator of complete model folders without a download: published shapes with dummy weights (`--load-format dummy`), and tiny models."""
 
 import json
 from pathlib import Path
@@ -15,11 +12,10 @@ __all__ = ["SHAPES", "Shape", "write_model_folder"]
 
 
 def write_model_folder(out: Path, shape: Shape, weights: str, seed: int, format: Format = "plain") -> None:
-    """Write every file of a checkpoint of this shape, loadable by this engine and by transformers.
+    """Write every file of a checkpoint of this shape, loadable by this engine and by transformers; existing files are replaced.
 
     `weights` is "none" (the folder then needs `--load-format dummy`; torch is not imported) or "random": seeded normal values as
-    safetensors under Hugging Face names, in shards when big. `format` is the format of the decoder's matrices. Existing files are replaced.
-    The output is a function of the arguments.
+    safetensors under Hugging Face names, in shards when big. `format` is the format of the decoder's matrices.
     """
     if weights not in ("none", "random"):
         raise ValueError(f"weights must be 'none' or 'random', got {weights!r}")

@@ -1,8 +1,5 @@
-"""Byte-level BPE tokenizer of the published vocabulary size, generated from rules instead of a corpus.
-
-Splitting, byte alphabet, special tokens and ids are those of Qwen3-VL. The merges derive from letter frequencies, so English words take
-about as many tokens as with the real tokenizer, but different ones. Every id decodes to text.
-"""
+"""Byte-level BPE tokenizer with the splitting, byte alphabet, special tokens and ids of Qwen3-VL. Its merges derive from letter frequencies
+instead of a corpus: English words take about as many tokens as with the real tokenizer, but different ones."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -12,7 +9,6 @@ from models.config.types import MEDIA_KINDS
 
 TEMPLATES = Path(__file__).parent  # own ChatML templates for Qwen3-VL and Qwen3.5; both begin with render.jinja
 
-# In the order of their ids; the first 14 are "special" (skipped when text is decoded), the rest are plain markers of tools and reasoning.
 SPECIAL_TOKENS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>",
     "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
@@ -20,7 +16,7 @@ SPECIAL_TOKENS = (
     "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>",
     "<tool_response>", "</tool_response>", "<think>", "</think>",
 )  # fmt: skip
-NUM_SKIPPED_SPECIALS = 14
+NUM_SKIPPED_SPECIALS = 14  # the first are skipped when text is decoded, the others are markers of tools and reasoning
 
 # Pre-tokenization of Qwen2 and Qwen3: contractions, words with one leading separator, single digits, punctuation, white space.
 SPLIT_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -31,7 +27,6 @@ _SPACE, _NEWLINE = "Ġ", "Ċ"  # the byte alphabet's spelling of 0x20 and 0x0A
 
 
 def special_token_ids(num_base_tokens: int) -> dict[str, int]:
-    """Special tokens and their ids, which follow the base vocabulary."""
     return {token: num_base_tokens + i for i, token in enumerate(SPECIAL_TOKENS)}
 
 

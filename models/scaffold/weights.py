@@ -1,7 +1,4 @@
-"""Seeded random weights under the tensor names of the published checkpoints, for the scaffold and tests.
-
-Every tensor is a function of (seed, name), so any process can generate any tensor on any device of one kind.
-"""
+"""Seeded random weights under the tensor names of the published checkpoints. Every tensor is a function of (seed, name)."""
 
 import json
 import re

@@ -35,10 +35,8 @@ class Preprocessor:
 
 
 def _passes(old_height: int, old_width: int, height: int, width: int) -> list[tuple[int, int]]:
-    """Return (axis, new size) of at least one pass, in order.
-
-    As in Pillow 13, the width is first unless the height loses more than twice as many pixels; in older versions it always is.
-    """
+    """Return (axis, new size) of at least one pass. As in Pillow 13, the width is first unless the height loses more than twice as many
+    pixels."""
     height_first = height < old_height and old_height - height > 2 * (old_width - width)
     sizes = [(0, height), (1, width)] if height_first else [(1, width), (0, height)]
     changed = [(axis, size) for axis, size in sizes if size != (old_height, old_width)[axis]]

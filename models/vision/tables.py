@@ -55,7 +55,7 @@ def _stretch(grid: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def grid_tables(grid: Grid, merge: int, positions: PositionGrid, offset_D: torch.Tensor, inv_freq: torch.Tensor) -> GridTables:
-    """Return the tables of a patch grid (1, h, w). `offset_D` is added to every position embedding."""
+    """Return the tables of a grid. `offset_D` is added to every position embedding."""
     _, rows, columns = grid
     position_PD = _merge_block_order(positions.interpolate(rows, columns), merge) + offset_D
     device = offset_D.device

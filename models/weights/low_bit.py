@@ -115,7 +115,7 @@ def _values(codes: torch.Tensor, element: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LowBitKind:
-    """Factory of `LowBit` for a scheme: see the class methods of `Storage`."""
+    """Class methods of `Storage`, for a scheme."""
 
     scheme: Scheme
 
@@ -144,7 +144,6 @@ class LowBitKind:
         )
 
     def quantized(self, matrix_NK: torch.Tensor) -> LowBit:
-        """Raise ValueError: matrices in this format are only read."""
         raise ValueError(f"matrices are not rounded to {self.scheme}: serve a checkpoint that has it")
 
 

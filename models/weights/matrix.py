@@ -1,8 +1,4 @@
-"""Matrices of a model: storage, tensors in a checkpoint, and products.
-
-`models.config.formats` registers the formats. A format's `Storage`, and its `Products` in plain torch, are a file here; products of other
-backends are in `models.kernels`.
-"""
+"""Matrices of a model: storage, tensors in a checkpoint, and products. `models.config.formats` registers the formats."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -55,12 +51,11 @@ class Storage(Protocol):
 
     @staticmethod
     def check(columns: int, rows: Sequence[int], starts: Sequence[int] = ()) -> None:
-        """Raise ValueError if matrices with so many columns and rows, which begin at rows `starts` of the checkpoint's, do not consist of
-        whole blocks."""
+        """Raise ValueError if matrices of these sizes, which begin at rows `starts` of the checkpoint's, do not consist of whole blocks."""
 
     @classmethod
     def empty(cls, rows: int, columns: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Self:
-        """Return uninitialised storage; `dtype` is the model's. ValueError as in `check`."""
+        """Return uninitialised storage; `dtype`: the model's. ValueError as in `check`."""
 
     @classmethod
     def quantized(cls, matrix_NK: torch.Tensor) -> Self:
@@ -127,7 +122,7 @@ class Place(NamedTuple):
 
 
 class Matrix:
-    """A matrix (N, K) in its current format. Its products are those of `products`, bound as methods: see `Products`."""
+    """A matrix (N, K) in its current format, with the methods of its `Products`."""
 
     def __init__(self, storage: Any, format: MatrixFormat, backend: str, count: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
         self.storage, self._format, self._backend, self._count = storage, format.stored, backend, count
@@ -210,7 +205,7 @@ def storage_of(format: Format) -> type[Storage]:
 
 @cache
 def products_of(format: Format, backend: str) -> Callable[[Any, int], Products[Any]]:
-    """Return the class of the products. ValueError if the backend has none for the format."""
+    """Return the class. ValueError if the backend has none for the format."""
     if (name := entry_of(format).products.get(backend)) is None:
         raise ValueError(f"--backend {backend} has no products of {format} matrices: --backend torch has")
     products: Callable[[Any, int], Products[Any]] = imported(name)
