@@ -113,17 +113,17 @@ class TextConfig:
         """Return the format in which checkpoints store a module's matrix."""
         if (format := self.ruled_format(path)) is not None:
             return format
-        return "plain" if any(f".{part}." in f".{self._own_path(path)}." for part in self.plain_modules) else self.format
+        return "plain" if any(f".{part}." in f".{self.own_path(path)}." for part in self.plain_modules) else self.format
 
     def ruled_format(self, path: str) -> Format | None:
         """Return the format of the first rule for a module, if there is one. Rules may use the names of any version of transformers."""
-        path = self._own_path(path)
+        path = self.own_path(path)
         short = path.removeprefix("model.").removeprefix("language_model.")
         names = {path, short, f"model.{short}", f"language_model.{short}", f"language_model.model.{short}", f"model.language_model.{short}"}
         return next((rule.format for rule in self.rules if any(re.fullmatch(rule.pattern, name) for name in names)), None)
 
-    def _own_path(self, path: str) -> str:
-        """Return the checkpoint's path of a mixer's module."""
+    def own_path(self, path: str) -> str:
+        """Return the checkpoint's path of a module."""
         layer = re.search(r"\blayers\.(\d+)\.", path)
         is_delta = layer is not None and not path.startswith(f"{self.head_path}.") and int(layer[1]) in self.delta_layers
         return path.replace(".self_attn.", ".linear_attn.") if is_delta else path

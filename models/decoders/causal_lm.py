@@ -31,10 +31,7 @@ class CausalLM(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> None:
         super().__init__()
-        self.config = config
-        self.tp = tp
-        self.dtype = dtype
-        self.device = backend.device
+        self.config, self.tp, self.dtype, self.device = config, tp, dtype, backend.device
         setup = Setup.on(backend, tp, dtype, self.norm_offset)
         self.language_model = TextModel(config, setup, self.make_layer)
         self.head = PredictionHead(config.text, setup, self.make_layer) if config.text.head_path else None
@@ -68,10 +65,6 @@ class CausalLM(nn.Module):
 
     def tie_embeddings(self) -> None:
         self.lm_head.weight = self.language_model.embed_tokens.weight
-
-    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
-        hidden_TD: torch.Tensor = self.language_model.embed_tokens(ids_T)
-        return hidden_TD
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         hidden_SD: torch.Tensor = self.language_model(batch, attention)

@@ -28,14 +28,11 @@ class LanguageModel(Protocol):
     predictor: Predictor | None  # if its prediction head was loaded
 
     def head_tensors(self, names: Set[str]) -> Iterator[CheckpointPart]:
-        """Return the target of each tensor of an EAGLE-3 head, whose checkpoint has these tensors by the names of the model."""
+        """Return the target of each tensor of an EAGLE-3 head, whose checkpoint has these tensors."""
 
     @property
     def cache_spec(self) -> CacheSpec:
         """Return the layout of this rank's cache of a sequence."""
-
-    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """Return the (T, D) embeddings of token ids."""
 
     def __call__(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """Return the (S, D) final hidden states of `batch.logits_indices`, whole on every rank, and store the step's keys and values.
@@ -51,7 +48,7 @@ class LanguageModel(Protocol):
         """Return the target of each tensor of the checkpoint."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """As in `torch.nn.Module`, for dummy weights."""
+        """As in `torch.nn.Module`."""
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """As in `torch.nn.Module`; some modules hold a `Matrix`."""

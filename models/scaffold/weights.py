@@ -1,7 +1,6 @@
 """Seeded random weights under the tensor names of the published checkpoints. Every tensor is a function of (seed, name)."""
 
 import json
-import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +22,6 @@ Shapes = dict[str, tuple[int, ...]]
 
 MAX_SHARD_BYTES = 4 << 30
 INPUTS_FIRST = 1  # layout of experts, see `StackedExperts`
-LAYER = re.compile(r"model\.language_model\.layers\.(\d+)\.")
 
 
 def tensor_shapes(config: ModelConfig) -> Shapes:
@@ -36,9 +34,7 @@ def _slots(config: ModelConfig) -> Iterator[CheckpointTensor]:
     backend = TorchBackend(torch.device("meta"))
     for part in make_model(config, TensorParallel.single(), backend, torch.bfloat16).checkpoint_tensors():
         for slot in (part,) if isinstance(part, CheckpointTensor) else part.layouts[0 if config.text.delta is not None else INPUTS_FIRST]:
-            layer = LAYER.match(slot.name)
-            is_delta = layer is not None and int(layer[1]) in config.text.delta_layers
-            yield replace(slot, name=slot.name.replace(".self_attn.", ".linear_attn.")) if is_delta else slot
+            yield replace(slot, name=config.text.own_path(slot.name))
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -49,7 +45,7 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dty
         return normal
     if name.endswith("A_log"):
         return normal.mul_(0.1).sub_(2.0)  # recurrent states decay within about ten tokens
-    if _is_experts(name):
+    if ".experts." in name:
         return normal.mul_(shape[1] ** -0.5)
     if len(shape) > 1:
         return normal.mul_(torch.Size(shape[1:]).numel() ** -0.5)
@@ -81,16 +77,13 @@ def _quantized(tensors: dict[str, torch.Tensor], names: set[str], format: Format
     """Return the tensors with these names in this format and the others unchanged."""
     stored = {name: tensor for name, tensor in tensors.items() if name not in names}
     for name in names & tensors.keys():
-        is_transposed, tensor = has_input_major and _is_experts(name), tensors[name]
+        are_experts, tensor = ".experts." in name, tensors[name]
+        is_transposed = has_input_major and are_experts
         rows = (tensor.transpose(1, 2) if is_transposed else tensor).flatten(0, -2)
         for each in storage_of(format).quantized(rows).stored:
-            whole = each.tensor.unflatten(0, (len(tensor), -1)) if _is_experts(name) else each.tensor  # scales have the same layout
+            whole = each.tensor.unflatten(0, (len(tensor), -1)) if are_experts else each.tensor  # scales have the same layout
             stored[name + each.suffix.removeprefix(".weight")] = (whole.transpose(1, 2) if is_transposed else whole).contiguous()
     return stored
-
-
-def _is_experts(name: str) -> bool:
-    return ".experts." in name
 
 
 def torch_dtype(name: str) -> torch.dtype:
