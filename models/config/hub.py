@@ -36,7 +36,6 @@ def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedMod
     if path.is_dir():
         return ResolvedModel(path, path.resolve().name)
     hub_id = hub_id_of(model)
-    _demand_hub_id(hub_id)
     shape_name = _published_size(hub_id)
     if load_format == "dummy" and shape_name is not None:
         folder = cache_dir / "scaffold" / hub_id.replace("/", "--")
@@ -44,7 +43,8 @@ def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedMod
         return ResolvedModel(folder, model)
     folder = _download(hub_id, CONFIG_PATTERNS)
     if load_format != "dummy":
-        folder = _download(hub_id, CONFIG_PATTERNS + _weight_patterns(folder))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        folder = _download(hub_id, CONFIG_PATTERNS + architecture_of(config).weight_files + INDEX_PATTERNS)
     return ResolvedModel(folder, model)
 
 
@@ -58,7 +58,6 @@ def resolve_eagle3(model: str | None, cache_dir: Path) -> Path:
         return folder
     if (path := Path(model).expanduser()).is_dir():
         return path
-    _demand_hub_id(model)
     return _download(model, (*EAGLE3.weight_files, *INDEX_PATTERNS, "config.json"))
 
 
@@ -78,17 +77,9 @@ def _published_size(hub_id: str) -> str | None:
     return next((size for size in SIZES if hub_id.startswith((f"Qwen/Qwen3-VL-{size}-", f"nvidia/Cosmos-Reason2-{size}"))), None)
 
 
-def _weight_patterns(folder: Path) -> tuple[str, ...]:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return architecture_of(config).weight_files + INDEX_PATTERNS
-
-
-def _demand_hub_id(hub_id: str) -> None:
+def _download(hub_id: str, patterns: tuple[str, ...]) -> Path:
     if hub_id.count("/") != 1 or hub_id.startswith((".", "/")):
         raise ValueError(f"{hub_id!r} is neither a folder, nor a hub id, nor an alias such as Qwen3-VL-8B")
-
-
-def _download(hub_id: str, patterns: tuple[str, ...]) -> Path:
     import httpx  # these take a second, which a model in a folder does not need
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

@@ -10,7 +10,7 @@ from torch import nn
 from models.config.registry import imported
 from models.decoders.contract import LanguageModel
 from models.kernels.backend import Backend
-from models.layers.linear import FusedColumnParallelLinear, Linear, RowParallelLinear, placed
+from models.layers.linear import FusedColumnParallelLinear, Linear, Part, RowParallelLinear, placed
 from models.lora.adapter import OF_A, OF_B, WEIGHTS, Adapter
 from models.lora.low_rank import OPS, LowRank, LowRankOps, make_low_rank
 from models.lora.matrix import AdaptedProducts, StepSlots
@@ -34,10 +34,8 @@ class AdapterSlots:
         self._steps = StepSlots()
         self._writers: dict[str, Write] = {}
         for path, module in list(model.named_modules()):
-            if path.startswith(DECODER) and isinstance(module, FusedColumnParallelLinear):
-                self._adapt_fused(f"model.{path}", module)
-            elif path.startswith(DECODER) and isinstance(module, RowParallelLinear):
-                self._adapt_row_parallel(f"model.{path}", module)
+            if path.startswith(DECODER) and isinstance(module, FusedColumnParallelLinear | RowParallelLinear):
+                self._adapt(f"model.{path}", module)
             elif f"model.{path}".startswith(TOWER) and isinstance(module, Linear):
                 self._adapt_tower(f"model.{path}", module)
         assert isinstance(model, nn.Module)
@@ -59,23 +57,19 @@ class AdapterSlots:
         finally:
             self._tower_slot.current, self._model.tower.uses_graphs = -1, True
 
-    def _adapt_fused(self, path: str, module: FusedColumnParallelLinear) -> None:
-        names = list(dict.fromkeys(part.name for part in module.parts))
-        ranges = tuple((own.start, own.stop, names.index(part.name)) for part, own in placed(module.parts))
-        low_rank = self._wrap(module, ranges)
-        for group, name in enumerate(names):
-            parts = [(own, slice(part.start, part.start + part.rows)) for part, own in placed(module.parts) if part.name == name]
-            self._writers[f"{path.rpartition('.')[0]}.{name}"] = _writer(low_rank, group, parts, slice(None))
-
-    def _adapt_row_parallel(self, path: str, module: RowParallelLinear) -> None:
-        rows, columns = module.weight.shape
-        self._writers[path] = _writer(self._wrap(module, ((0, rows, 0),)), 0, [(slice(rows), slice(rows))], module.tp.own(columns))
-
-    def _wrap(self, module: FusedColumnParallelLinear | RowParallelLinear, ranges: tuple[tuple[int, int, int], ...]) -> LowRank:
-        model = self._model
-        low_rank = make_low_rank(self._num_slots, self._rank, module.weight.shape[1], ranges, model.device, model.dtype)
+    def _adapt(self, path: str, module: FusedColumnParallelLinear | RowParallelLinear) -> None:
+        (parent, _, own_name), (rows, width) = path.rpartition("."), module.weight.shape
+        if isinstance(module, FusedColumnParallelLinear):
+            parts, columns = module.parts, slice(None)
+        else:
+            parts, columns = [Part(own_name, rows, 0, rows)], module.tp.own(width)
+        names = list(dict.fromkeys(part.name for part in parts))
+        ranges = tuple((own.start, own.stop, names.index(part.name)) for part, own in placed(parts))
+        low_rank = make_low_rank(self._num_slots, self._rank, width, ranges, self._model.device, self._model.dtype)
         module.weight.bind(AdaptedProducts(module.weight.products, low_rank, self._steps, self._backend.ops, self._ops))
-        return low_rank
+        for group, name in enumerate(names):
+            found = [(own, slice(part.start, part.start + part.rows)) for part, own in placed(parts) if part.name == name]
+            self._writers[f"{parent}.{name}"] = _writer(low_rank, group, found, columns)
 
     def _adapt_tower(self, path: str, layer: Linear) -> None:
         rows = rows_of(layer, path)
