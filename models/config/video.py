@@ -17,7 +17,7 @@ def read_video_geometry(folder: Path, images: VisionGeometry) -> VideoGeometry:
     least, most = pixel_limits(settings, DEFAULT_MIN_PIXELS, DEFAULT_MAX_PIXELS)
     return VideoGeometry(
         images.patch_size, images.merge_size, images.temporal_patch_size, least, most,
-        fps=float(settings.get("fps", 2.0)), min_frames=int(settings.get("min_frames", 4)), max_frames=int(settings.get("max_frames", 768)),
-        num_frames=settings.get("num_frames"), samples=bool(settings.get("do_sample_frames", True)),
-        max_frame_tokens=int(settings.get("max_video_tokens", 768)) if settings.get("cap_pixels_per_frame") else None,
+        **{name: settings[name] for name in ("fps", "min_frames", "max_frames", "num_frames") if name in settings},
+        samples=settings.get("do_sample_frames", True),
+        max_frame_tokens=settings.get("max_video_tokens", 768) if settings.get("cap_pixels_per_frame") else None,
     )  # fmt: skip

@@ -36,7 +36,7 @@ class LanguageModel(Protocol):
 
     def __call__(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """Return the (S, D) final hidden states of `batch.logits_indices`, whole on every rank, and store the step's keys and values.
-        `attention` has been planned for the batch."""
+        `attention` is planned for the batch."""
 
     def logits(self, hidden_SD: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
         """Return (S, V) float32 over the whole vocabulary on every rank, in `out_SV` if given."""
@@ -57,8 +57,7 @@ class LanguageModel(Protocol):
         """Use the input embedding as the output matrix."""
 
     def finish(self) -> None:
-        """Quantize matrices as configured, and recompute in place what is derived from weights. Call after loading, before graphs are
-        captured, and after an update."""
+        """Quantize matrices as configured, and recompute in place what is derived from weights. Call after loading and after an update."""
 
 
 def make_model(config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> LanguageModel:

@@ -5,8 +5,7 @@
                    └─ a, b ── g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)
 
 The formula is that of transformers' `Qwen3_5GatedDeltaNet`. A state in the cache is S (value heads, key dim, value dim) in float32 or
-bfloat16, then in the model's dtype the last inputs of the convolution (kernel - 1, channels); then the inputs of tokens to verify (see
-`DeltaState`).
+bfloat16, then in the model's dtype the last inputs of the convolution (kernel - 1, channels), then the inputs of tokens to verify.
 """
 
 from collections.abc import Iterator

@@ -105,11 +105,11 @@ class Router(nn.Module):
         self.weight = setup.parameter(moe.num_experts + ALIGNED * moe.has_shared, hidden_size)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
-        rows_ED, shared_ED = self.weight.data.split_with_sizes((self._num_experts, len(self.weight) - self._num_experts))
-        yield CheckpointTensor(f"{prefix}.weight", tuple(rows_ED.shape), (ALL,), rows_ED)
-        if len(shared_ED):
+        weight_ED, count = self.weight.data, self._num_experts
+        yield CheckpointTensor(f"{prefix}.weight", (count, weight_ED.shape[1]), (ALL,), weight_ED[:count])
+        if len(weight_ED) > count:
             name = prefix.rpartition(".")[0] + ".shared_expert_gate.weight"
-            yield CheckpointTensor(name, (1, shared_ED.shape[1]), (ALL,), shared_ED[:1])
+            yield CheckpointTensor(name, (1, weight_ED.shape[1]), (ALL,), weight_ED[count : count + 1])
 
 
 class SparseMoe(nn.Module):

@@ -17,8 +17,8 @@ class StepSlots:
         self._by_length: dict[int, TokenSlots] = {}
 
     def begin(self, slots_T: torch.Tensor | None, wanted_S: torch.Tensor) -> None:
-        """Use these slots (int32, -1: no adapter); None: no token has an adapter. The last layer may continue with the tokens `wanted_S`
-        only, which are then fewer: the number of a product's inputs tells which tokens they are."""
+        """Use these slots (int32, -1: no adapter); None: no token has one. The last layer may continue with the tokens `wanted_S` only: the
+        number of a product's inputs tells which tokens they are."""
         self._by_length = {} if slots_T is None else {len(tokens_X): TokenSlots(tokens_X) for tokens_X in (slots_T[wanted_S], slots_T)}
 
     def end(self) -> None:

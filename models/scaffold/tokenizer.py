@@ -70,11 +70,10 @@ def tokenizer_config_json(num_base_tokens: int, thinks: bool = False) -> dict[st
 
 
 def chat_template(thinks: bool = False) -> str:
-    """Return the template of Qwen3-VL, or of Qwen3.5, which was not compared with the original. The latter thinks unless `enable_thinking`
-    is false, and drops reasoning before the last user message unless `preserve_thinking`."""
-    return "".join(
-        (TEMPLATES / name).read_text(encoding="utf-8") for name in ("render.jinja", "thinking.jinja" if thinks else "chat.jinja")
-    )
+    """Return the template of Qwen3-VL, or one like that of Qwen3.5, which thinks unless `enable_thinking` is false, and drops reasoning before
+    the last user message unless `preserve_thinking`."""
+    names = "render.jinja", "thinking.jinja" if thinks else "chat.jinja"
+    return "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in names)
 
 
 def byte_alphabet() -> list[str]:
@@ -96,7 +95,7 @@ def _added_token(index: int) -> dict[str, object]:
 
 
 def _merge_candidates() -> Iterator[tuple[str, str]]:
-    """Yield pairs of tokens, likelier ones in English first; BPE applies them in this order."""
+    """Yield pairs of tokens, likelier ones in English first."""
     pairs = _letter_pairs()
     capitals = _LETTERS.upper()
     words = [left + right for left, right in pairs]
@@ -116,7 +115,7 @@ def _merge_candidates() -> Iterator[tuple[str, str]]:
 
 
 def _letter_pairs() -> list[tuple[str, str]]:
-    """Return all pairs of lower-case letters by estimated frequency: frequent letters and pairs of vowel and consonant first."""
+    """Return all pairs of letters: frequent letters and pairs of vowel and consonant first."""
 
     def rank(pair: tuple[str, str]) -> tuple[float, tuple[str, str]]:
         left, right = pair

@@ -24,7 +24,7 @@ class GridTables:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Tables of all images of an encode. The position embeddings are concatenated at the start of the stream."""
+    """Tables of all images of an encode."""
 
     position_PD: list[torch.Tensor]
     cos_sin_PK: torch.Tensor

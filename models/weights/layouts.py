@@ -1,7 +1,5 @@
-"""Layouts of the tensors of a `Scheme` in checkpoints, and the layout after loading.
-
-AWQ, GPTQ: AutoAWQ's `WQLinear_GEMM` and AutoGPTQ's `QuantLinear`; the others: compressed-tensors and ModelOpt.
-"""
+"""Layouts of the tensors of a `Scheme` in checkpoints (AutoAWQ's `WQLinear_GEMM`, AutoGPTQ's `QuantLinear`, compressed-tensors, ModelOpt),
+and the layout after loading."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
