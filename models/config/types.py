@@ -158,7 +158,7 @@ class Eagle3Config:
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """DeepStack level i is taken after block `deepstack_indexes[i]` and added after decoder layer i."""
+    """Configuration of the vision tower."""
 
     depth: int
     hidden_size: int
@@ -170,7 +170,7 @@ class VisionConfig:
     merge_size: int
     out_hidden_size: int
     num_position_embeddings: int  # a square grid, 48 x 48 in every published size
-    deepstack_indexes: tuple[int, ...]
+    deepstack_indexes: tuple[int, ...]  # blocks whose outputs are level 0, 1, ...; level i is added after decoder layer i
     rope_theta: float
 
     @property

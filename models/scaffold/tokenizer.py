@@ -70,8 +70,8 @@ def tokenizer_config_json(num_base_tokens: int, thinks: bool = False) -> dict[st
 
 
 def chat_template(thinks: bool = False) -> str:
-    """Return the template of Qwen3-VL, or one like that of Qwen3.5, which thinks unless `enable_thinking` is false, and drops reasoning before
-    the last user message unless `preserve_thinking`."""
+    """Return the template of Qwen3-VL, or one like that of Qwen3.5, which thinks unless `enable_thinking` is false, and drops reasoning
+    before the last user message unless `preserve_thinking`."""
     names = "render.jinja", "thinking.jinja" if thinks else "chat.jinja"
     return "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in names)
 

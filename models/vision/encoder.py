@@ -56,7 +56,8 @@ class Tower:
         return self._visual.max_table_bytes() + (0 if self._graphs is None else self._graphs.max_bytes())
 
     def prepare(self, is_busy: bool = False) -> bool:
-        """Do some tens of milliseconds of work in advance while the host is idle (`is_busy`: not the device). Return False without work."""
+        """Do some tens of milliseconds of work in advance while the host is idle. Return False if there is none. `is_busy`: the device is
+        still working."""
         return self._graphs is not None and self._graphs.capture_one(is_busy)
 
     def finish(self) -> None:
