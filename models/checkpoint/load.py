@@ -31,7 +31,7 @@ Progress = Callable[[int, int], None]  # (bytes loaded so far, bytes in all)
 
 
 def load_weights(model: LanguageModel, folder: Path, progress: Progress) -> None:
-    """Load the folder's safetensors. ValueError names tensors that are missing, unexpected or of another shape."""
+    """Load the folder's safetensors. ValueError that names tensors which are missing, unexpected or of another shape."""
     with opened(folder, model.config.architecture) as tensors:
         fill(model, tensors, progress)
 
@@ -145,7 +145,7 @@ def init_dummy_weights(model: LanguageModel, seed: int) -> None:
 
 
 def weight_files(folder: Path, architecture: Architecture) -> list[Path]:
-    """Return the weight files of the model. ValueError if there are none, or if several indexes name different ones."""
+    """Return the weight files. ValueError if there are none, or if several indexes name different ones."""
     files: set[Path] = set()
     for pattern in architecture.weight_files:
         parent = (folder / pattern).parent
@@ -161,7 +161,7 @@ def weight_files(folder: Path, architecture: Architecture) -> list[Path]:
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
-    """Return the regular files in order: opening a pipe would wait for ever."""
+    """Return the regular files: opening a pipe would wait for ever."""
     return [path for path in sorted(folder.glob(pattern)) if path.is_file()]
 
 

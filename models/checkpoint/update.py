@@ -40,11 +40,9 @@ class InMemory:
 
 @dataclass
 class _Leaf:
-    """A module with the names of its tensors in the update."""
-
     module: nn.Module
     path: str
-    names: frozenset[str]
+    names: frozenset[str]  # of its tensors in the update
     lacking: set[str]  # tensors that are missing while it is written
     slots: tuple[CheckpointTensor, ...] = ()  # targets while it is written
 
@@ -54,7 +52,7 @@ class _Leaf:
 
 
 class WeightUpdate:
-    """Update of a loaded model's weights. The caller passes all tensors of `names` to `write`, then calls `finish`."""
+    """Update of a loaded model's weights: pass all tensors of `names` to `write`, then call `finish`."""
 
     def __init__(self, model: LanguageModel, source: Mapping[str, Stored], is_whole: bool) -> None:
         """ValueError, before anything is written, if tensors differ from the model's in names, shapes or formats, or if some are missing

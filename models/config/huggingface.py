@@ -290,9 +290,9 @@ def _eagle3(config: Json, model: TextConfig) -> Eagle3Config:
     section = tuple(rope.get("mrope_section", (half, 0, 0)))  # one axis
     if len(section) != 3 or sum(section) != half or not rope.get("mrope_interleaved", True):
         raise ValueError(f"mrope_section of an EAGLE-3 head must be interleaved and sum to {half}, got {section}")
-    sizes = {"intermediate_size": model.intermediate_size or 3 * model.hidden_size}
-    sizes["draft_vocab_size"] = layer.get("vocab_size") or min(32_000, model.vocab_size)
-    sizes |= {**layer, **config}
+    defaults = {"intermediate_size": model.intermediate_size or 3 * model.hidden_size}
+    defaults["draft_vocab_size"] = layer.get("vocab_size", min(32_000, model.vocab_size))
+    sizes = {**defaults, **layer, **config}
     text = replace(
         model,
         intermediate_size=_size(sizes, "intermediate_size"),

@@ -103,10 +103,10 @@ class TextConfig:
         """Return the stored format of these matrices of the module `parent` and the format after loading. ValueError if they differ, since
         they form one product."""
         found = {name: self.stored_format(f"{parent}.{name}") for name in names}
-        if len(set(found.values())) > 1:
+        stored, *others = set(found.values())
+        if others:
             listed = ", ".join(f"{name}: {format}" for name, format in found.items())
             raise ValueError(f"quantization_config must give {', '.join(names)} of {parent} the same format, got {listed}")
-        (stored,) = set(found.values())
         return MatrixFormat(stored, self.quantized_to if self.format == "plain" and self.quantized_to is not None else final_format(stored))
 
     def stored_format(self, path: str) -> Format:
@@ -125,7 +125,7 @@ class TextConfig:
     def own_path(self, path: str) -> str:
         """Return the checkpoint's path of a module."""
         layer = re.search(r"\blayers\.(\d+)\.", path)
-        is_delta = layer is not None and not path.startswith(f"{self.head_path}.") and int(layer[1]) in self.delta_layers
+        is_delta = layer and not path.startswith(f"{self.head_path}.") and int(layer[1]) in self.delta_layers
         return path.replace(".self_attn.", ".linear_attn.") if is_delta else path
 
     def ordinal(self, layer: int) -> int:

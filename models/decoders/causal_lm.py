@@ -36,12 +36,11 @@ class CausalLM(nn.Module):
         self.language_model = TextModel(config, setup, self.make_layer)
         self.head = PredictionHead(config.text, setup, self.make_layer) if config.text.head_path else None
         self.eagle3: Eagle3Head | None = None
-        self.lm_head = self.language_model.embed_tokens
+        self.lm_head = embedding = self.language_model.embed_tokens
         if not config.tie_word_embeddings:
             self.lm_head = VocabParallelEmbedding(config.text.vocab_size, config.text.hidden_size, setup)
         self.tower: Tower | None = None
         self.predictor: Predictor | None = None
-        embedding = self.language_model.embed_tokens
         if self.head is not None:
             self.predictor = Predictor(self.head, self.language_model.rope, embedding, self.lm_head, tp)
         elif (eagle3 := config.text.eagle3) is not None:

@@ -136,7 +136,7 @@ def _scale(config: Mapping[str, Any], path: str, rank: int) -> float:
 
 
 def _by_pattern(config: Mapping[str, Any], name: str, path: str, default: Any) -> Any:
-    """Return the value of the first name that is the path or its end. ValueError for regular expressions, which PEFT supports here."""
+    """Return the value of the first name that is the path or its end. ValueError for regular expressions."""
     patterns = config.get(name) or {}
     if not isinstance(patterns, dict) or not all(re.fullmatch(r"[\w.]+", key) for key in patterns):
         raise ValueError(f"{name} must map names of modules, without other characters of regular expressions, to numbers")

@@ -86,7 +86,7 @@ class AdapterSlots:
 
 
 def _writer(low_rank: LowRank, group: int, parts: list[tuple[slice, slice]], columns: slice) -> Write:
-    """Write factors of a module: these columns of A, and rows of the product with the rows of B that they are."""
+    """Return the writer of a module: these columns of A, and rows of the product with the rows of B that they are."""
 
     def write(slot: int, factors: Factors | None) -> None:
         low_rank.ranks_SG[slot, group].zero_()  # assigning a number would wait for the device

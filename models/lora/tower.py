@@ -10,9 +10,7 @@ from models.layers.linear import Linear
 
 
 class TowerSlot:
-    """Slot of the adapter of the current call; -1: none."""
-
-    current = -1
+    current = -1  # slot of the adapter of the current call; -1: none
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class TensorParallel:
         return self.small_sums.sum_(compute(buffer_TD))
 
     def sums_by_kernels(self, num_tokens: int, width: int) -> bool:
-        """Return whether `sum_of` only launches kernels, whose arguments are the same in each call: NCCL does more."""
+        """Return whether `sum_of` only launches kernels, whose arguments are the same in each call."""
         is_small = self.exchange_for(num_tokens * width * torch.bfloat16.itemsize) is not None
         return self.size == 1 or is_small or (self.small_sums is not None and self.small_sums.buffer(num_tokens, width) is not None)
 

@@ -9,8 +9,8 @@ Json = dict[str, object]
 
 
 def config_files(shape: Shape, format: Format = "plain") -> dict[str, Json]:
-    """Return the files by name, for transformers and `read_config`. `format`: of the decoder's matrices. Sampling is that of the published
-    Instruct checkpoints; a `size` is an area in pixels, for videos that of all frames."""
+    """Return the files by name. `format`: of the decoder's matrices. Sampling is that of the published Instruct checkpoints; a `size` is an
+    area in pixels, for videos that of all frames."""
     ids = special_token_ids(shape.num_base_tokens)
     settings = FORMATS[format].settings
     quantization = {"quantization_config": {**settings, "modules_to_not_convert": ["lm_head", "model.visual"]}} if settings else {}

@@ -26,8 +26,8 @@ class Shares:
 
 
 def share_out(num_patches: Sequence[int], num_ranks: int, costs: UlyssesCosts | None) -> Shares:
-    """Minimise the time of the slowest rank: all ranks encode some of the largest images (none without `costs`); the others go to one rank
-    each, the largest first, to the least loaded rank."""
+    """Minimise the time of the slowest rank: all ranks encode some of the largest images (none without `costs`); the others go to the least
+    loaded rank each, the largest first."""
     order = sorted(range(len(num_patches)), key=lambda image: (-num_patches[image], image))
     work = [count * (1 + count / costs.square) if costs else count for count in num_patches]
     best, least = Shares((), ()), float("inf")
