@@ -27,9 +27,8 @@ from engine.wire.memory import describe  # noqa: E402
 from engine.wire.params import PARAMETERS, Limits  # noqa: E402
 from models.config.huggingface import read_config  # noqa: E402
 from models.config.types import ModelConfig  # noqa: E402
-from models.scaffold.configs import config_json, generation_config_json, image_processor_json  # noqa: E402
+from models.scaffold.configs import config_files  # noqa: E402
 from models.scaffold.shapes import SHAPES  # noqa: E402
-from models.scaffold.video import video_processor_json  # noqa: E402
 from server.api.schema.requests import ChatRequest, CompletionRequest, GenerationRequest  # noqa: E402
 from server.api.schema.validate import REFUSED  # noqa: E402
 
@@ -161,12 +160,12 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, 
 
 def _published(size: str, quantization: dict[str, object] | None) -> ModelConfig:
     """Configuration of a published model, without its tokenizer, which takes long to write."""
-    config = config_json(SHAPES[size]) | ({} if quantization is None else {"quantization_config": quantization})
-    files = {"config": config, "generation_config": generation_config_json(SHAPES[size])}
-    files |= {"preprocessor_config": image_processor_json(), "video_preprocessor_config": video_processor_json()}
+    files = config_files(SHAPES[size])
+    if quantization is not None:
+        files["config.json"]["quantization_config"] = quantization
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files.items():
-            (Path(folder) / f"{name}.json").write_text(json.dumps(content))
+            (Path(folder) / name).write_text(json.dumps(content))
         return read_config(Path(folder))
 
 

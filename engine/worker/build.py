@@ -46,8 +46,7 @@ from models.checkpoint.load import init_dummy_weights, load_cache_scales, load_e
 from models.config.formats import Format, entry_of, final_format
 from models.config.schemes import Scheme
 from models.config.types import ModelConfig
-from models.decoders.contract import LanguageModel
-from models.decoders.make import make_model
+from models.decoders.contract import LanguageModel, make_model
 from models.kernels.backend import Backend
 from models.kernels.jpeg import JpegDecoder
 from models.kernels.make import make_backend

@@ -21,8 +21,8 @@ from engine.wire.messages import Encode, Prefetch
 from engine.worker.adapters import WorkerAdapters
 from engine.worker.jpeg import ImageReader
 from engine.worker.stopwatch import Stopwatch
-from models.decoders.contract import Tower
 from models.parallel.group import TensorParallel
+from models.vision.encoder import Tower
 from models.vision.shares import Shares, UlyssesCosts, part_of, share_out
 
 FIRST_GROUP_TOKENS = 512  # tokens read before the tower starts

@@ -13,11 +13,12 @@ from models.cache.layout import AttentionLayout
 from models.cache.spec import CacheSpec
 from models.cache.states import RowStates
 from models.decoders.batch import ForwardBatch
-from models.decoders.contract import LanguageModel, Tower
+from models.decoders.contract import LanguageModel
 from models.kernels.backend import Backend
 from models.kernels.ops import StateRows
 from models.kernels.paged import allocate_pools
 from models.kernels.sampling import SamplingOps
+from models.vision.encoder import Tower
 
 
 def free_bytes(device: torch.device) -> int:

@@ -31,10 +31,14 @@ class AttentionLayout:
 
     def _rows(self, first: int, end: int) -> "AttentionLayout":
         tokens, pages = self.qo_indptr_cpu[first : end + 1], self.page_indptr_cpu[first : end + 1]
-        own_tokens, own_pages = (slice(int(starts[0]), int(starts[-1])) for starts in (tokens, pages))
-        starts, lengths = (tokens - tokens[0], pages - pages[0]), self.kv_lens_cpu[first:end]
-        num_prefill_rows = max(0, self.num_prefill_rows - first)
-        return AttentionLayout(starts[0], lengths, starts[1], self.pages[own_pages], self.slot_mapping_T[own_tokens], num_prefill_rows)
+        return AttentionLayout(
+            qo_indptr_cpu=tokens - tokens[0],
+            kv_lens_cpu=self.kv_lens_cpu[first:end],
+            page_indptr_cpu=pages - pages[0],
+            pages=self.pages[int(pages[0]) : int(pages[-1])],
+            slot_mapping_T=self.slot_mapping_T[int(tokens[0]) : int(tokens[-1])],
+            num_prefill_rows=max(0, self.num_prefill_rows - first),
+        )
 
 
 def offsets_of(lengths: npt.NDArray[np.integer]) -> torch.Tensor:

@@ -1,5 +1,4 @@
-"""Specification of a model's per-sequence cache, in groups of equal layers. Plain Python; pools, the memory plan and the scheduler's
-limits derive from it.
+"""Specification of a model's per-sequence cache, in groups of equal layers. Plain Python.
 
 The group of a layer and its ordinal in the group identify its cache: in `[state, state, state, attention]` the attention is layer 0 of
 the paged group.

@@ -13,14 +13,13 @@ WORD = torch.int32  # unit of copies, of which every state has a whole number: i
 
 
 class RowStates:
-    """States of one group: (layers, permanent rows + 1 + SPARE_ROWS, bytes) uint8; the permanent rows are followed by scratch rows.
+    """States of one group: (layers, permanent rows + 1 + SPARE_ROWS, bytes) uint8.
 
     A layer reads `layer(i)` at the step's rows as the states before their first tokens and writes the states after their last ones. If two
     chunks of a prompt follow each other in a step, the state between them is written to a spare row.
 
     For a decode row it writes the state after the first token and, after `layer_bytes`, the inputs of each further token, which the
-    step verifies. The next step replays the accepted ones. A rejected token never enters a state, so there is no rollback, and each step
-    reads and writes a state once.
+    step verifies. The next step replays the accepted ones, so that a rejected token never enters a state.
     """
 
     def __init__(self, group: StateGroup, num_rows: int, device: torch.device, num_verified: int = 0) -> None:
@@ -59,9 +58,9 @@ class Snapshots:
         """Copy the row's current states into these blocks."""
         index = self._index(blocks)
         content = torch.cat([group.kept[:, row].flatten() for group in self._states])
-        size = len(blocks) * sum(pages.shape[1] for pages in self._pages)
-        content = torch.nn.functional.pad(content, (0, size - self._row_words)).view(len(blocks), -1)
-        for pages, part in zip(self._pages, content.split([pages.shape[1] for pages in self._pages], dim=1), strict=True):
+        widths = [pages.shape[1] for pages in self._pages]
+        content = torch.nn.functional.pad(content, (0, len(blocks) * sum(widths) - self._row_words)).view(len(blocks), -1)
+        for pages, part in zip(self._pages, content.split(widths, dim=1), strict=True):
             pages[index] = part
         self._dirty.update(blocks)
 

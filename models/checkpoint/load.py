@@ -17,7 +17,7 @@ from models.checkpoint.names import CheckpointPart, CheckpointTensor, Stored
 from models.config.registry import EAGLE3, Architecture
 from models.decoders.contract import LanguageModel
 from models.layers.decoder import SelfAttention
-from models.layers.linear import FusedColumnParallelLinear
+from models.layers.linear import FusedColumnParallelLinear, placed
 from models.weights.matrix import matrices_of
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ Progress = Callable[[int, int], None]  # (bytes loaded so far, bytes in all)
 
 
 def load_weights(model: LanguageModel, folder: Path, progress: Progress) -> None:
-    """Load the folder's safetensors. ValueError names tensors that are missing, unexpected or of another shape."""
+    """Load the folder's safetensors. ValueError that names tensors which are missing, unexpected or of another shape."""
     with opened(folder, model.config.architecture) as tensors:
         fill(model, tensors, progress)
 
@@ -111,8 +111,8 @@ def present(part: CheckpointPart, source: Mapping[str, Stored]) -> tuple[Checkpo
 def init_dummy_weights(model: LanguageModel, seed: int) -> None:
     """Fill with random values: matrices with standard deviation fan_in ** -0.5, norms one, biases zero. Replicated values are equal.
 
-    Untied embeddings have standard deviation 1, and matrices that write to the decoder's residual stream (2 * layers) ** -0.5 of theirs, as
-    in GPT-2: hidden states remain those of their tokens, so routers choose almost uniformly.
+    Untied embeddings have standard deviation 1, and matrices that write to the decoder's residual stream (2 * layers) ** -0.5 of theirs:
+    hidden states remain those of their tokens, so that routers choose almost uniformly.
     """
 
     def seeded(name: str, rank: int) -> torch.Generator:
@@ -138,13 +138,14 @@ def init_dummy_weights(model: LanguageModel, seed: int) -> None:
             parameter.data.fill_(0.0 if name.endswith(".bias") else 1.0)
     if model.tp.size > model.config.text.num_kv_heads:
         for name, module in fused.items():
-            for part, rows in module.rows_of_parts():
+            for part, own in placed(module.parts):
                 if part.name in ("k_proj", "v_proj"):  # heads replicated on several ranks
+                    rows = module.weight.storage.rows(own.start, own.stop)
                     rows.fill_normal_(rows.shape[1] ** -0.5, seeded(f"{name}/{part.name}/{part.start}", 0))
 
 
 def weight_files(folder: Path, architecture: Architecture) -> list[Path]:
-    """Return the weight files of the model. ValueError if there are none, or if several indexes name different ones."""
+    """Return the weight files. ValueError if there are none, or if several indexes name different ones."""
     files: set[Path] = set()
     for pattern in architecture.weight_files:
         parent = (folder / pattern).parent
@@ -160,7 +161,7 @@ def weight_files(folder: Path, architecture: Architecture) -> list[Path]:
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
-    """Return the regular files in order: opening a pipe would wait for ever."""
+    """Return the regular files: opening a pipe would wait for ever."""
     return [path for path in sorted(folder.glob(pattern)) if path.is_file()]
 
 

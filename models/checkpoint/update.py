@@ -1,9 +1,7 @@
-"""Replacement of a model's weights in place: everything is checked first, then tensors are written one by one, in any order.
+"""Replacement of a model's weights in place: everything is checked first, then tensors are written one by one, in any order. A matrix in
+another format than the checkpoint's is opened with its first tensor and converted after its last one."""
 
-A matrix that is stored in another format than the checkpoint's is opened with its first tensor and converted after its last one.
-"""
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +12,6 @@ from models.checkpoint.names import CheckpointTensor, Index, Stored, leaves, own
 from models.decoders.contract import LanguageModel
 from models.weights.matrix import Matrix
 
-META = torch.device("meta")
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})  # dtypes that are converted to each other
 FILE_DTYPES = {  # by their names in safetensors
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32,
@@ -43,11 +40,9 @@ class InMemory:
 
 @dataclass
 class _Leaf:
-    """A module with the names of its tensors in the update."""
-
     module: nn.Module
     path: str
-    names: frozenset[str]
+    names: frozenset[str]  # of its tensors in the update
     lacking: set[str]  # tensors that are missing while it is written
     slots: tuple[CheckpointTensor, ...] = ()  # targets while it is written
 
@@ -57,7 +52,7 @@ class _Leaf:
 
 
 class WeightUpdate:
-    """Update of a loaded model's weights. The caller passes all tensors of `names` to `write`, then calls `finish`."""
+    """Update of a loaded model's weights: pass all tensors of `names` to `write`, then call `finish`."""
 
     def __init__(self, model: LanguageModel, source: Mapping[str, Stored], is_whole: bool) -> None:
         """ValueError, before anything is written, if tensors differ from the model's in names, shapes or formats, or if some are missing
@@ -65,8 +60,9 @@ class WeightUpdate:
         self._model, self._source = model, source
         self._leaves_of: dict[str, list[_Leaf]] = {}
         expected: set[str] = set()
-        for module, path in _leaves(model):
-            expected |= self._note(module, path)
+        for root, root_path in model.checkpoint_modules():
+            for module, path in leaves(root, root_path):
+                expected |= self._note(module, path)
         is_tied = model.config.tie_word_embeddings and OUTPUT_MATRIX not in expected
         demand_none("has unexpected", source.keys() - expected - ({OUTPUT_MATRIX} if is_tied else set()))
         if is_whole:
@@ -100,7 +96,7 @@ class WeightUpdate:
         """Check one module's tensors; return all names, present or not."""
         leaf = _Leaf(module, path, frozenset(), set())
         for matrix in leaf.matrices:
-            matrix.reopen(META)
+            matrix.reopen(torch.device("meta"))
         try:
             slots = _slots(module, path, self._source)
         finally:
@@ -117,11 +113,6 @@ class WeightUpdate:
             if name in leaf.names:
                 self._leaves_of.setdefault(name, []).append(leaf)
         return names
-
-
-def _leaves(model: LanguageModel) -> Iterator[tuple[nn.Module, str]]:
-    for root, path in model.checkpoint_modules():
-        yield from leaves(root, path)
 
 
 def _slots(module: nn.Module, path: str, source: Mapping[str, Stored]) -> tuple[CheckpointTensor, ...]:

@@ -11,8 +11,7 @@ COSMOS3_RENAMES = (
     (r"(language_model\..*self_attn\.)norm_(q|k)\.", r"\1\2_norm."),
 )
 
-_GENERATOR = (
-    r"_moe_gen|add_[qkv]_proj|to_add_out|norm_added_[qk]|_quantizer\.",
-    r"^(proj_in|proj_out|time_embedder|audio_proj_\w*|action_proj_\w*|audio_modality_embed|action_modality_embed)\b",
+COSMOS3_DROPPED = (  # the generator
+    r"_moe_gen|add_[qkv]_proj|to_add_out|norm_added_[qk]|_quantizer\.|"
+    r"^(proj_in|proj_out|time_embedder|audio_proj_\w*|action_proj_\w*|audio_modality_embed|action_modality_embed)\b"
 )
-COSMOS3_DROPPED = "|".join(_GENERATOR)

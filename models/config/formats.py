@@ -1,6 +1,5 @@
-"""Formats of matrices: their names in checkpoints, and the classes that store and multiply them. Imports no torch.
-
-A format is a line of FORMATS and a file for each backend that supports it: docs/architecture.md has the recipe."""
+"""Formats of matrices: their names in checkpoints, and the classes that store and multiply them. Imports no torch. docs/architecture.md has
+the recipe for another one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -21,35 +20,22 @@ class MatrixFormat(NamedTuple):
 PLAIN = MatrixFormat("plain", "plain")
 
 METHOD = "quant_method"
-ANY_GPU = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class FormatEntry:
-    """Line of FORMATS. `storage` and `products` are `module:name` of a `Storage` and of `Products`, see `models.weights.matrix`; a worker
-    imports them."""
+    """Line of FORMATS. `storage` and `products` are `module:name` of a `Storage` and of `Products`, see `models.weights.matrix`."""
 
     storage: str
-    products: Mapping[str, str]  # by the name of the backend; `hopper` uses those of `portable` unless it has its own
+    products: Mapping[str, str]  # by the name of the backend
     value_bytes: float  # bytes of a stored value with its share of scales
     settings: Mapping[str, Any] = field(default_factory=dict)  # supported values of quantization_config
     required: frozenset[str] = frozenset()  # settings without a default
-    capability: tuple[int, int] = ANY_GPU  # minimum compute capability
-
-    def products_of(self, backend: str) -> str | None:
-        """Return the class for this backend, if there is one."""
-        return self.products.get(backend, self.products.get("portable") if backend == "hopper" else None)
+    capability: tuple[int, int] = (0, 0)  # minimum compute capability
 
     def runs_on(self, backend: str, capability: tuple[int, int]) -> bool:
-        return self.products_of(backend) is not None and (backend == "torch" or capability >= self.capability)
+        return backend in self.products and capability >= self.capability
 
-
-FLOAT8_PRODUCTS = {
-    "torch": "models.weights.float8:TorchFloat8",
-    "portable": "models.kernels.triton.float8:TritonFloat8",
-    "hopper": "models.kernels.hopper.float8:HopperFloat8",
-}
-FLOAT8_SETTINGS = {METHOD: "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
 
 FORMATS: Mapping[Format, FormatEntry] = {
     "plain": FormatEntry(
@@ -63,11 +49,15 @@ FORMATS: Mapping[Format, FormatEntry] = {
     ),
     "float8": FormatEntry(
         "models.weights.float8:BlockScaled",
-        FLOAT8_PRODUCTS,
+        {
+            "torch": "models.weights.float8:TorchFloat8",
+            "portable": "models.kernels.triton.float8:TritonFloat8",
+            "hopper": "models.kernels.hopper.float8:HopperFloat8",
+        },
         1 + 4 / 128**2,
-        FLOAT8_SETTINGS,
-        frozenset((METHOD, "weight_block_size")),
-        (8, 9),
+        settings={METHOD: "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"},
+        required=frozenset((METHOD, "weight_block_size")),
+        capability=(8, 9),
     ),
     "low_bit": FormatEntry(
         "models.weights.low_bit:LowBitKind",
@@ -95,7 +85,7 @@ def final_format(format: Format) -> Format:
 
 
 def read_quantization(quantization: Mapping[str, Any] | None) -> Quantization:
-    """Return the formats named by a checkpoint's quantization_config. ValueError for unsupported ones, which lists the supported ones."""
+    """Return the formats named by a checkpoint's quantization_config. ValueError that lists the supported ones."""
     if quantization is None:
         return Quantization("plain")
     by_method = {entry.settings[METHOD]: name for name, entry in FORMATS.items() if entry.settings}

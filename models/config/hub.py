@@ -12,39 +12,30 @@ from models.scaffold import SHAPES, write_model_folder
 
 LoadFormat = Literal["auto", "dummy"]
 
-SIZES = ("2B", "4B", "8B", "32B", "30B-A3B", "235B-A22B")
-HYBRIDS = {  # sizes of Qwen3.5 and later
-    "3.5": ("0.8B", "2B", "4B", "9B", "27B", "35B-A3B", "122B-A10B", "397B-A17B"),
-    "3.6": ("27B", "35B-A3B"),
-    "3.8": ("27B",),
-}
+SIZES = ("2B", "4B", "8B", "32B", "30B-A3B", "235B-A22B")  # of Qwen3-VL
 DEMO = "demo"
 CONFIG_PATTERNS = ("*.json", "*.jinja", "*.txt")
 INDEX_PATTERNS = ("*.safetensors.index.json",)
 QWEN = re.compile(rf"(Qwen3-VL-(?:{'|'.join(SIZES)}))(-Instruct|-Thinking)?(-FP8)?")
-HYBRID = re.compile("|".join(rf"Qwen{version}-(?:{'|'.join(sizes)})(?:-FP8)?" for version, sizes in HYBRIDS.items()))
+HYBRID = re.compile(r"Qwen3\.[568]-([\d.]+B(?:-A\d+B)?)(?:-FP8)?")  # Qwen3.5 and later
 COSMOS = re.compile("Cosmos-Reason2-(2B|8B)|Cosmos3-(Nano|Super)(-Reasoner)?")
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A resolved model. `folder` contains config and tokenizer (and weights, unless they are dummies); `name` is the model's name in the
-    API."""
-
-    folder: Path
-    name: str
+    folder: Path  # config and tokenizer, and weights unless they are dummies
+    name: str  # in the API
 
 
 def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedModel:
-    """Return the folder of `model`: the demo, a given folder, or one downloaded into the hub's cache. The files of a published size with
-    dummy weights are written below `cache_dir` without a network. ValueError otherwise and if the download fails."""
+    """Return the demo, a given folder, or one downloaded into the hub's cache. The files of a published size with dummy weights are written
+    below `cache_dir` without a network. ValueError otherwise and if the download fails."""
     if model == DEMO:
         return ResolvedModel(CHECKPOINT, model)
     path = Path(model).expanduser()
     if path.is_dir():
         return ResolvedModel(path, path.resolve().name)
     hub_id = hub_id_of(model)
-    _demand_hub_id(hub_id)
     shape_name = _published_size(hub_id)
     if load_format == "dummy" and shape_name is not None:
         folder = cache_dir / "scaffold" / hub_id.replace("/", "--")
@@ -52,7 +43,8 @@ def resolve(model: str, load_format: LoadFormat, cache_dir: Path) -> ResolvedMod
         return ResolvedModel(folder, model)
     folder = _download(hub_id, CONFIG_PATTERNS)
     if load_format != "dummy":
-        folder = _download(hub_id, CONFIG_PATTERNS + _weight_patterns(folder))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        folder = _download(hub_id, CONFIG_PATTERNS + architecture_of(config).weight_files + INDEX_PATTERNS)
     return ResolvedModel(folder, model)
 
 
@@ -66,7 +58,6 @@ def resolve_eagle3(model: str | None, cache_dir: Path) -> Path:
         return folder
     if (path := Path(model).expanduser()).is_dir():
         return path
-    _demand_hub_id(model)
     return _download(model, (*EAGLE3.weight_files, *INDEX_PATTERNS, "config.json"))
 
 
@@ -80,24 +71,15 @@ def hub_id_of(model: str) -> str:
 
 
 def _published_size(hub_id: str) -> str | None:
-    if hub_id.startswith("nvidia/Cosmos-Reason2-"):
-        return hub_id.removeprefix("nvidia/Cosmos-Reason2-")
-    if hybrid := re.fullmatch(rf"Qwen/({HYBRID.pattern})", hub_id):
-        return "3.5-" + hybrid[1].removesuffix("-FP8").partition("-")[2]
-    return next((size for size in SIZES if hub_id.startswith(f"Qwen/Qwen3-VL-{size}-")), None)
-
-
-def _weight_patterns(folder: Path) -> tuple[str, ...]:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return architecture_of(config).weight_files + INDEX_PATTERNS
-
-
-def _demand_hub_id(hub_id: str) -> None:
-    if hub_id.count("/") != 1 or hub_id.startswith((".", "/")):
-        raise ValueError(f"{hub_id!r} is neither a folder, nor a hub id, nor an alias such as Qwen3-VL-8B")
+    """Return the key of SHAPES, if there is one."""
+    if (hybrid := re.fullmatch(f"Qwen/{HYBRID.pattern}", hub_id)) and (name := f"3.5-{hybrid[1]}") in SHAPES:
+        return name
+    return next((size for size in SIZES if hub_id.startswith((f"Qwen/Qwen3-VL-{size}-", f"nvidia/Cosmos-Reason2-{size}"))), None)
 
 
 def _download(hub_id: str, patterns: tuple[str, ...]) -> Path:
+    if hub_id.count("/") != 1 or hub_id.startswith((".", "/")):
+        raise ValueError(f"{hub_id!r} is neither a folder, nor a hub id, nor an alias such as Qwen3-VL-8B")
     import httpx  # these take a second, which a model in a folder does not need
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

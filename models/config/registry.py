@@ -11,14 +11,11 @@ from models.config.cosmos3 import COSMOS3_DROPPED, COSMOS3_FILES, COSMOS3_RENAME
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """`model` is the `module:name` of the model class (see `models.decoders.contract`), which workers import. `weight_files` are patterns
-    of paths in the folder; an index takes precedence."""
-
-    model: str
-    weight_files: tuple[str, ...] = ("model*.safetensors",)
+    model: str  # `module:name` of the class, see `models.decoders.contract`
+    weight_files: tuple[str, ...] = ("model*.safetensors",)  # patterns of paths in the folder; an index takes precedence
     renames: tuple[tuple[str, str], ...] = ()  # regular expression and replacement
-    dropped: str | None = None  # matching tensors are not part of the model
-    head: str = ""  # path of the prediction head, whose tensors are part of the model if it is read
+    dropped: str = ""  # matching tensors are not part of the model
+    head: str = ""  # path of the prediction head, which is read only if it is used
     has_tower: bool = True
 
     def known_name(self, stored: str) -> str:
@@ -30,7 +27,7 @@ class Architecture:
         """Map the model's names to names in the files. ValueError if two tensors get the same name."""
         names: dict[str, str] = {}
         for name in stored:
-            if self.dropped is not None and re.search(self.dropped, name):
+            if self.dropped and re.search(self.dropped, name):
                 continue
             known = self.known_name(name)
             if known in names:
@@ -39,7 +36,7 @@ class Architecture:
         return names
 
 
-# A layer has one token mixer of either kind. The prediction head is read only if it is used.
+# A layer has one token mixer of either kind.
 QWEN3_5 = Architecture("models.decoders.qwen3_5:Qwen35", renames=((r"\.linear_attn\.", ".self_attn."),), head="mtp")
 TEXT_ONLY = Architecture(
     "models.decoders.causal_lm:CausalLM",
@@ -65,14 +62,13 @@ MIXTURES = ("qwen3_vl_moe", "qwen3_5_moe", "intern_s2_preview")
 
 
 def imported(path: str) -> Any:
-    """Import and return the object `module:name`."""
     module, _, name = path.partition(":")
     return vars(import_module(module))[name]
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
     """Return the architecture. ValueError for an unsupported model type."""
-    found = ARCHITECTURES.get(str(config.get("model_type")))
-    if found is None:
-        raise ValueError(f"model_type must be one of {', '.join(sorted(ARCHITECTURES))}, got {config.get('model_type')!r}")
+    name = config.get("model_type")
+    if (found := ARCHITECTURES.get(str(name))) is None:
+        raise ValueError(f"model_type must be one of {', '.join(sorted(ARCHITECTURES))}, got {name!r}")
     return found

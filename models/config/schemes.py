@@ -19,13 +19,13 @@ SUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Low-bit values with a scale for each group of a row's values; products take inputs in the model's dtype. Its string is the name
-    of the format, such as `int4-g128-zeros-awq`, without the layout if it is the final one."""
+    """Low-bit values; products take inputs in the model's dtype. Its string is the name of the format, such as `int4-g128-zeros-awq`,
+    without the layout if it is the final one."""
 
     element: str  # a key of BITS
     group: int = 0  # consecutive values of a row that share a scale; 0: the whole row
     has_zeros: bool = False  # whether a group has a zero point; integers without one are symmetric
-    layout: str = "final"  # layout of the tensors, see `models.weights.layouts`; `final` is that after loading
+    layout: str = "final"  # of the tensors, see `models.weights.layouts`; `final`: after loading
 
     def __str__(self) -> str:
         name = f"{self.element}-g{self.group}" + "-zeros" * self.has_zeros
@@ -95,18 +95,18 @@ def read_gptq(config: Json) -> Quantization:
         _demand(settings, desc_act=False)
         return _integer(settings.get("bits"), settings.get("group_size"), True, layout)
 
-    rules = []
-    for pattern, changes in (config.get("dynamic") or {}).items():
-        rules.append(Rule(pattern[2:] + ".*", "plain" if pattern.startswith("-:") else format_of({**config, **changes})))
+    rules = (
+        Rule(pattern[2:] + ".*", "plain" if pattern.startswith("-:") else format_of({**config, **changes}))
+        for pattern, changes in config.get("dynamic", {}).items()
+    )
     return Quantization(format_of(config), tuple(rules))
 
 
 def read_compressed_tensors(config: Json) -> Quantization:
-    rules = [Rule(_pattern(name), "plain") for name in config.get("ignore") or ()]
+    rules = [Rule(_pattern(name), "plain") for name in config.get("ignore", ())]
     renames: tuple[tuple[str, str], ...] = ()
-    for group in (config.get("config_groups") or {}).values():
-        weights = group.get("weights") or {}
-        format = _compressed_format(str(group.get("format") or config.get("format")), weights)
+    for group in config.get("config_groups", {}).values():
+        format = _compressed_format(group.get("format", config.get("format")), group.get("weights", {}))
         if format == "float8":
             renames = ((r"\.weight_scale$", ".weight_scale_inv"),)
         rules += [Rule(".*" if target == "Linear" else _pattern(target), format) for target in group.get("targets", ())]
@@ -116,29 +116,29 @@ def read_compressed_tensors(config: Json) -> Quantization:
     return Quantization(rules[-1].format, (*rules, Rule(".*", "plain")), renames, is_of_all=True)
 
 
-def _compressed_format(name: str, weights: Json) -> str:
+def _compressed_format(name: object, weights: Json) -> str:
     """Return the format of a group of compressed-tensors."""
     strategy, bits, kind = weights.get("strategy"), weights.get("num_bits"), weights.get("type", "int")
-    found = f"{name} with {bits} bits of {kind} by {strategy}"
     if name == "pack-quantized" and kind == "int" and strategy in ("group", "channel"):
-        if weights.get("actorder") not in (None, "static", "weight"):
+        if weights.get("actorder", "static") not in ("static", "weight"):
             raise ValueError(f"quantization_config.actorder must be 'static', got {weights['actorder']!r}")
         return _integer(bits, weights.get("group_size") if strategy == "group" else 0, not weights.get("symmetric", True), "packed")
-    if name == "float-quantized" and kind == "float" and bits == 8 and strategy in ("channel", "tensor"):
-        return str(Scheme("float8", layout="float8" if strategy == "channel" else "float8_tensor"))
-    if name == "float-quantized" and kind == "float" and bits == 8 and strategy == "block" and weights.get("block_structure") == [128, 128]:
-        return "float8"
+    if name == "float-quantized" and kind == "float" and bits == 8:
+        if strategy in ("channel", "tensor"):
+            return str(Scheme("float8", layout="float8" if strategy == "channel" else "float8_tensor"))
+        if strategy == "block" and weights.get("block_structure") == [128, 128]:
+            return "float8"
     if name == "nvfp4-pack-quantized" and weights.get("group_size") == NVFP4_GROUP:
         return str(Scheme("float4", NVFP4_GROUP, layout="nvfp4"))
-    raise ValueError(f"quantization_config has {found}; supported are {SUPPORTED}")
+    raise ValueError(f"quantization_config has {name} with {bits} bits of {kind} by {strategy}; supported are {SUPPORTED}")
 
 
 def read_modelopt(config: Json) -> Quantization:
     algorithms = {"FP8": Scheme("float8", layout="float8_scalar"), "NVFP4": Scheme("float4", NVFP4_GROUP, layout="modelopt_fp4")}
-    algorithm = config.get("quant_algo")
-    if (scheme := algorithms.get(str(algorithm))) is None:
+    algorithm = config.get("quant_algo", "")
+    if (scheme := algorithms.get(algorithm)) is None:
         raise ValueError(f"quantization_config.quant_algo must be FP8 or NVFP4, got {algorithm!r}; supported are {SUPPORTED}")
-    ignored = [*(config.get("ignore") or ()), *(config.get("exclude_modules") or ())]
+    ignored = (*config.get("ignore", ()), *config.get("exclude_modules", ()))
     return Quantization(str(scheme), tuple(Rule(fnmatch.translate(name), "plain") for name in ignored), is_of_all=True)
 
 

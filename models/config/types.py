@@ -54,13 +54,13 @@ class DeltaConfig:
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
-    """Configuration of the decoder. `head_dim` is never inferred from `hidden_size`: 32B has 64 heads of 128 and a hidden size of 5120."""
+    """Configuration of the decoder."""
 
     num_layers: int
     hidden_size: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # not hidden_size / num_heads in 32B
     intermediate_size: int
     vocab_size: int
     rms_norm_eps: float
@@ -103,29 +103,29 @@ class TextConfig:
         """Return the stored format of these matrices of the module `parent` and the format after loading. ValueError if they differ, since
         they form one product."""
         found = {name: self.stored_format(f"{parent}.{name}") for name in names}
-        if len(set(found.values())) > 1:
+        stored, *others = set(found.values())
+        if others:
             listed = ", ".join(f"{name}: {format}" for name, format in found.items())
             raise ValueError(f"quantization_config must give {', '.join(names)} of {parent} the same format, got {listed}")
-        (stored,) = set(found.values())
         return MatrixFormat(stored, self.quantized_to if self.format == "plain" and self.quantized_to is not None else final_format(stored))
 
     def stored_format(self, path: str) -> Format:
         """Return the format in which checkpoints store a module's matrix."""
         if (format := self.ruled_format(path)) is not None:
             return format
-        return "plain" if any(f".{part}." in f".{self._own_path(path)}." for part in self.plain_modules) else self.format
+        return "plain" if any(f".{part}." in f".{self.own_path(path)}." for part in self.plain_modules) else self.format
 
     def ruled_format(self, path: str) -> Format | None:
         """Return the format of the first rule for a module, if there is one. Rules may use the names of any version of transformers."""
-        path = self._own_path(path)
+        path = self.own_path(path)
         short = path.removeprefix("model.").removeprefix("language_model.")
         names = {path, short, f"model.{short}", f"language_model.{short}", f"language_model.model.{short}", f"model.language_model.{short}"}
         return next((rule.format for rule in self.rules if any(re.fullmatch(rule.pattern, name) for name in names)), None)
 
-    def _own_path(self, path: str) -> str:
-        """Return the checkpoint's path of a mixer's module."""
+    def own_path(self, path: str) -> str:
+        """Return the checkpoint's path of a module."""
         layer = re.search(r"\blayers\.(\d+)\.", path)
-        is_delta = layer is not None and not path.startswith(f"{self.head_path}.") and int(layer[1]) in self.delta_layers
+        is_delta = layer and not path.startswith(f"{self.head_path}.") and int(layer[1]) in self.delta_layers
         return path.replace(".self_attn.", ".linear_attn.") if is_delta else path
 
     def ordinal(self, layer: int) -> int:
@@ -158,7 +158,7 @@ class Eagle3Config:
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """Configuration of the vision tower. DeepStack level i is taken after block `deepstack_indexes[i]` and added after decoder layer i."""
+    """Configuration of the vision tower."""
 
     depth: int
     hidden_size: int
@@ -170,7 +170,7 @@ class VisionConfig:
     merge_size: int
     out_hidden_size: int
     num_position_embeddings: int  # a square grid, 48 x 48 in every published size
-    deepstack_indexes: tuple[int, ...]
+    deepstack_indexes: tuple[int, ...]  # blocks whose outputs are level 0, 1, ...; level i is added after decoder layer i
     rope_theta: float
 
     @property

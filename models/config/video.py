@@ -14,11 +14,10 @@ DEFAULT_MAX_PIXELS = 25_165_824
 def read_video_geometry(folder: Path, images: VisionGeometry) -> VideoGeometry:
     """Read video_preprocessor_config.json or the equivalent part of processor_config.json. Patches are those of images."""
     settings = read_json(folder / "processor_config.json").get("video_processor") or read_json(folder / "video_preprocessor_config.json")
-    given = {name: value for name, value in settings.items() if value is not None}
     least, most = pixel_limits(settings, DEFAULT_MIN_PIXELS, DEFAULT_MAX_PIXELS)
     return VideoGeometry(
         images.patch_size, images.merge_size, images.temporal_patch_size, least, most,
-        fps=float(given.get("fps", 2.0)), min_frames=int(given.get("min_frames", 4)), max_frames=int(given.get("max_frames", 768)),
-        num_frames=given.get("num_frames"), samples=bool(given.get("do_sample_frames", True)),
-        max_frame_tokens=int(given.get("max_video_tokens", 768)) if given.get("cap_pixels_per_frame") else None,
+        **{name: settings[name] for name in ("fps", "min_frames", "max_frames", "num_frames") if name in settings},
+        samples=settings.get("do_sample_frames", True),
+        max_frame_tokens=settings.get("max_video_tokens", 768) if settings.get("cap_pixels_per_frame") else None,
     )  # fmt: skip

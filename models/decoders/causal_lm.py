@@ -9,7 +9,6 @@ from models.cache.spec import CacheSpec
 from models.checkpoint.names import CheckpointPart, module_tensors
 from models.config.types import ModelConfig, TextConfig
 from models.decoders.batch import ForwardBatch
-from models.decoders.contract import Tower
 from models.decoders.head import Eagle3Predictor, Predictor
 from models.decoders.text import TextModel
 from models.kernels.backend import Backend
@@ -21,6 +20,7 @@ from models.layers.head import PredictionHead
 from models.layers.linear import Setup, VocabParallelEmbedding
 from models.layers.rotary import MRope
 from models.parallel.group import TensorParallel
+from models.vision.encoder import Tower
 from models.weights.matrix import matrices_of
 
 
@@ -31,20 +31,16 @@ class CausalLM(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> None:
         super().__init__()
-        self.config = config
-        self.tp = tp
-        self.dtype = dtype
-        self.device = backend.device
+        self.config, self.tp, self.dtype, self.device = config, tp, dtype, backend.device
         setup = Setup.on(backend, tp, dtype, self.norm_offset)
         self.language_model = TextModel(config, setup, self.make_layer)
         self.head = PredictionHead(config.text, setup, self.make_layer) if config.text.head_path else None
         self.eagle3: Eagle3Head | None = None
-        self.lm_head = self.language_model.embed_tokens
+        self.lm_head = embedding = self.language_model.embed_tokens
         if not config.tie_word_embeddings:
             self.lm_head = VocabParallelEmbedding(config.text.vocab_size, config.text.hidden_size, setup)
         self.tower: Tower | None = None
         self.predictor: Predictor | None = None
-        embedding = self.language_model.embed_tokens
         if self.head is not None:
             self.predictor = Predictor(self.head, self.language_model.rope, embedding, self.lm_head, tp)
         elif (eagle3 := config.text.eagle3) is not None:
@@ -68,10 +64,6 @@ class CausalLM(nn.Module):
 
     def tie_embeddings(self) -> None:
         self.lm_head.weight = self.language_model.embed_tokens.weight
-
-    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
-        hidden_TD: torch.Tensor = self.language_model.embed_tokens(ids_T)
-        return hidden_TD
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         hidden_SD: torch.Tensor = self.language_model(batch, attention)

@@ -1,4 +1,4 @@
-"""Prediction head with its rotary positions, embedding and output matrix, which a head of the same checkpoint shares with the model."""
+"""Prediction head with its rotary positions, embedding and output matrix."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ class Predictor:
         self, embedded_TD: torch.Tensor, hidden_TX: torch.Tensor, tokens: HeadTokens, attention: AttentionBackend, wanted_S: torch.Tensor
     ) -> torch.Tensor:
         """Return (S, D), the input of `top_tokens`, from `ForwardBatch.hidden_TX` of tokens and the embeddings of the next tokens. The
-        result replaces the hidden states in the next call. `attention` has been planned for the tokens."""
+        result replaces the hidden states in the next call. `attention` is planned for the tokens."""
         rows = RowClass.of(len(hidden_TX)), RowClass.of(len(wanted_S))
         context = LayerContext(attention, None, *rows, self._rope.rows(tokens.positions_3T), tokens.slots_T, None)
         hidden_SD: torch.Tensor = self._head(embedded_TD, hidden_TX, context, wanted_S)
@@ -63,7 +63,7 @@ class Predictor:
         self._rounded = self._lm_head.rounded(ROUNDED)
 
     def finish(self) -> None:
-        """Round a kept copy again, in place; call after the weights have changed."""
+        """Round a kept copy again; call after the weights have changed."""
         if self._rounded is not None:
             self._rounded.matrix.quantize_(self._lm_head.weight.data)  # in place: an update has no memory for another one
 

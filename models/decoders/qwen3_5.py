@@ -1,9 +1,6 @@
 """Qwen3.5, 3.6 and 3.8: the tower of Qwen3-VL without DeepStack, and a decoder in which most layers have Gated DeltaNet instead of
 attention. The attention layers have gated outputs and rotate a quarter of each head. Norms are stored as differences from 1, except the
-norm inside DeltaNet.
-
-    [DeltaNet, DeltaNet, DeltaNet, attention] x n, or by `layer_types`; each followed by SwiGLU, or by experts with one shared by all tokens
-"""
+norm inside DeltaNet."""
 
 from models.config.types import TextConfig
 from models.decoders.qwen3_vl import Qwen3VL

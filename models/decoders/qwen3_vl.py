@@ -10,7 +10,7 @@ from models.decoders.causal_lm import CausalLM
 from models.kernels.backend import Backend
 from models.layers.linear import Setup
 from models.parallel.group import TensorParallel
-from models.vision.encoder import ImageEncoder, make_tower
+from models.vision.encoder import Tower, make_tower
 
 
 class Qwen3VL(CausalLM):
@@ -20,7 +20,7 @@ class Qwen3VL(CausalLM):
         super().__init__(config, tp, backend, dtype)
         setup = Setup.on(backend, tp, dtype)
         self.visual = make_tower(config, backend, setup)
-        self.tower = ImageEncoder(config, backend, setup, self.visual)
+        self.tower = Tower(config, backend, setup, self.visual)
 
     def checkpoint_modules(self) -> Iterator[tuple[nn.Module, str]]:
         yield self.visual, "model.visual"

@@ -34,8 +34,7 @@ class TextModel(nn.Module):
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, setup)
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
-        """Return the (S, D) normalised hidden states of `batch.logits_indices`. Only these tokens continue after the last layer's keys
-        are stored."""
+        """Return the (S, D) normalised hidden states of `batch.logits_indices`."""
         hidden_TD = self.embed_tokens(batch.input_ids_T)
         for item in batch.visual:
             hidden_TD[item.tokens] = item.level(0)
@@ -71,8 +70,8 @@ class TextModel(nn.Module):
     def _tap(self, layer: int, residual: Residual, hidden_TX: torch.Tensor | None) -> None:
         """Copy the input of a layer that the EAGLE-3 head reads."""
         width = residual.sum_TD.shape[1]
-        for i, tap in enumerate(self._taps if hidden_TX is not None else ()):
-            if tap == layer and hidden_TX is not None:
+        for i, tap in enumerate(self._taps):
+            if hidden_TX is not None and tap == layer:
                 own_TD = hidden_TX[:, i * width : (i + 1) * width].copy_(residual.sum_TD)
                 if residual.parts_STD is not None:
                     own_TD += residual.parts_STD.sum(0)

@@ -34,8 +34,7 @@ class LayerContext:
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension; whole on every rank. With an offset the sum is kept in float32, as in
-    transformers."""
+    """Root mean square norm over the last dimension; whole on every rank. With an offset the factor is float32, as in transformers."""
 
     def __init__(self, size: int, eps: float, setup: Setup) -> None:
         super().__init__()
@@ -168,7 +167,7 @@ class DecoderLayer(nn.Module):
         self.mlp.add_(residual, self.post_attention_layernorm(residual), rows, valid_T)
 
     def store(self, residual: Residual, context: LayerContext) -> None:
-        """Only cache the tokens, for a last layer whose output is not needed."""
+        """Only cache the tokens."""
         self.self_attn.store(self.input_layernorm(residual), context)
 
 

@@ -5,8 +5,7 @@
                    └─ a, b ── g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)
 
 The formula is that of transformers' `Qwen3_5GatedDeltaNet`. A state in the cache is S (value heads, key dim, value dim) in float32 or
-bfloat16, then in the model's dtype the last inputs of the convolution (kernel - 1, channels); then the inputs of tokens to verify (see
-`DeltaState`).
+bfloat16, then in the model's dtype the last inputs of the convolution (kernel - 1, channels), then the inputs of tokens to verify.
 """
 
 from collections.abc import Iterator
@@ -48,8 +47,8 @@ class HeadValues(nn.Module):
         self.values = setup.parameter(setup.tp.share(num_heads, "linear_num_value_heads"), dtype=torch.float32)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
-        count, rank = len(self.values), self.tp.rank
-        yield CheckpointTensor(prefix, (count * self.tp.size,), (slice(rank * count, (rank + 1) * count),), self.values.data)
+        count = len(self.values)
+        yield CheckpointTensor(prefix, (count * self.tp.size,), (self.tp.own(count),), self.values.data)
 
 
 class GatedDeltaNet(Mixer):

@@ -54,7 +54,7 @@ class Eagle3Head(nn.Module):
 
     def forward(self, embedded_TD: torch.Tensor, hidden_TX: torch.Tensor, context: LayerContext, wanted_S: torch.Tensor) -> torch.Tensor:
         """Return (S, D) of the wanted tokens, not normalised, from the inputs (T, 3 * D) of the model's layers or results (T, D) of this
-        method. Keys and values of all tokens are stored."""
+        method, and store keys and values of all tokens."""
         if hidden_TX.shape[1] != embedded_TD.shape[1]:
             hidden_TX = self.fc.weight.product(hidden_TX, context.row_class)
         (layer,) = self._layers

@@ -15,7 +15,7 @@ from models.kernels.backend import Backend
 from models.kernels.ops import Ops
 from models.kernels.stream import Activation, Residual, RowClass
 from models.parallel.group import TensorParallel
-from models.weights.matrix import Matrix, Place, Products, Storage, products_of, storage_of
+from models.weights.matrix import Matrix, Place, Products, products_of, storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,6 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.matrix(), self.bias)
 
-    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
-        for name, tensor in (("weight", self.weight.data), ("bias", self.bias.data)):
-            yield CheckpointTensor(f"{prefix}.{name}", tuple(tensor.shape), (slice(None),), tensor)
-
 
 class FusedColumnParallelLinear(nn.Module):
     """Several matrices of the checkpoint with the same input, stored as one; the caller multiplies."""
@@ -89,10 +85,6 @@ class FusedColumnParallelLinear(nn.Module):
         for each in format:
             storage_of(each).check(in_features, [part.rows for part in parts], [part.start for part in parts])
         self.weight = Matrix.empty(sum(part.rows for part in parts), in_features, format, setup.place)
-
-    def rows_of_parts(self) -> Iterator[tuple[Part, Storage]]:
-        """Return each part and a view of it."""
-        return ((part, self.weight.storage.rows(own.start, own.stop)) for part, own in placed(self.parts))
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         """The matrices are siblings of this layer in the checkpoint."""
@@ -110,9 +102,7 @@ def add_sum_(
     parts_STD: torch.Tensor | None = None,
 ) -> None:
     """residual += the sum over the ranks of the result of `compute(out)`, which it writes to `out` (T, width), or returns if `out` is None.
-
-    `parts_STD`: the partial sums that `compute` adds, if any. The sum may be in shared memory: the next norm must read it before the next
-    sum."""
+    `parts_STD`: the partial sums that `compute` adds, if any. The next norm must read the sum before the next call."""
     num_tokens = len(residual.sum_TD)
     if (exchange := tp.exchange_for(num_tokens * width * torch.bfloat16.itemsize)) is None:
         residual.add_(tp.sum_of(num_tokens, width, compute)[None])
@@ -137,8 +127,7 @@ class RowParallelLinear(nn.Module):
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         rows, columns = self.weight.shape
-        share = slice(self.tp.rank * columns, (self.tp.rank + 1) * columns)
-        yield from self.weight.tensors(prefix, (rows, columns * self.tp.size), slice(0, rows), share, slice(0, rows))
+        yield from self.weight.tensors(prefix, (rows, columns * self.tp.size), slice(0, rows), self.tp.own(columns), slice(0, rows))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -151,7 +140,7 @@ class VocabParallelEmbedding(nn.Module):
 
     @cached_property
     def output(self) -> Products[Any]:
-        """Products of the output head, made once the weight is final."""
+        """Return the products of the output head; read once the weight is final."""
         return self.rounded("plain")
 
     def rounded(self, format: Format) -> Products[Any]:
@@ -169,5 +158,4 @@ class VocabParallelEmbedding(nn.Module):
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         rows, columns = self.weight.shape
-        index = (slice(self.tp.rank * rows, (self.tp.rank + 1) * rows),)
-        yield CheckpointTensor(f"{prefix}.weight", (rows * self.tp.size, columns), index, self.weight.data)
+        yield CheckpointTensor(f"{prefix}.weight", (rows * self.tp.size, columns), (self.tp.own(rows),), self.weight.data)

@@ -12,7 +12,7 @@ from models.config.types import MoeConfig
 from models.kernels.ops import Experts
 from models.kernels.stream import Normed, Residual, RowClass
 from models.layers.linear import FusedColumnParallelLinear, RowParallelLinear, Setup, add_sum_, even_part
-from models.weights.matrix import Matrix, Stored, in_blocks, storage_of
+from models.weights.matrix import Matrix, Stored, storage_of
 
 ALL = slice(None)
 ALIGNED = 8  # rows of a matrix whose products are aligned to 16 bytes
@@ -45,7 +45,7 @@ class StackedExperts(nn.Module):
             self.count = share + (moe.has_shared and tp.rank == tp.size - 1)
         else:
             width = tp.share(self.inner, "moe_intermediate_size")
-            self._share = slice(tp.rank * width, (tp.rank + 1) * width)
+            self._share = tp.own(width)
         for each in format:
             storage_of(each).check(hidden_size, (width,))
         self.gate_up = Matrix.empty(self.count * 2 * width, hidden_size, format, setup.place, self.count)
@@ -68,8 +68,9 @@ class StackedExperts(nn.Module):
 
     def _stacked(self, prefix: str, gate_up: Stored, down: Stored, is_input_major: bool) -> Iterator[CheckpointTensor]:
         """Return all matrices of the experts, except the shared one, as one tensor of values or of per-block scales."""
-        of_up, of_down, last = self._up(gate_up.block), self._down(down.block), min(self.first + self.count, self.moe.num_experts)
+        every, last = slice(0, self.hidden_size), min(self.first + self.count, self.moe.num_experts)
         experts, ours = slice(self.first, last), slice(0, last - self.first)
+        (inner, hidden), (share, _) = gate_up.in_blocks((self.inner, self.hidden_size), self._share, every)
 
         def tensor(name: str, shape: tuple[int, int], index: Index, target: torch.Tensor) -> CheckpointTensor:
             if is_input_major:
@@ -78,9 +79,9 @@ class StackedExperts(nn.Module):
             return CheckpointTensor(name, (self.moe.num_experts, *shape), (experts, *index), target[ours])
 
         for half, target in enumerate(gate_up.tensor.unflatten(0, (self.count, 2, -1)).unbind(1)):
-            (inner, hidden), (share, _) = of_up
             rows = slice(half * inner + share.start, half * inner + share.stop)
             yield tensor("gate_up", (2 * inner, hidden), (rows, ALL), target)
+        of_down = down.in_blocks((self.hidden_size, self.inner), every, self._share)
         yield tensor("down", *of_down, down.tensor.unflatten(0, (self.count, -1)))
 
     def _single(self, experts: dict[str, int], gate_up: Stored, down: Stored) -> Iterator[CheckpointTensor]:
@@ -94,13 +95,6 @@ class StackedExperts(nn.Module):
             yield gate_up.part(f"{path}.up_proj", of_up, self._share, every, targets[1])
             yield down.part(f"{path}.down_proj", of_down, every, self._share, targets[2])
 
-    def _up(self, block: tuple[int, int]) -> tuple[tuple[int, int], Index]:
-        """Return the shape of an expert's gate or up projection and this rank's part of it, in blocks."""
-        return (-(-self.inner // block[0]), -(-self.hidden_size // block[1])), (in_blocks(self._share, block[0]), ALL)
-
-    def _down(self, block: tuple[int, int]) -> tuple[tuple[int, int], Index]:
-        return (-(-self.hidden_size // block[0]), -(-self.inner // block[1])), (ALL, in_blocks(self._share, block[1]))
-
 
 class Router(nn.Module):
     """One row per expert, followed by one for the shared expert's weight and by padding that aligns the products' rows."""
@@ -111,16 +105,15 @@ class Router(nn.Module):
         self.weight = setup.parameter(moe.num_experts + ALIGNED * moe.has_shared, hidden_size)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
-        rows_ED, shared_ED = self.weight.data.split_with_sizes((self._num_experts, len(self.weight) - self._num_experts))
-        yield CheckpointTensor(f"{prefix}.weight", tuple(rows_ED.shape), (ALL,), rows_ED)
-        if len(shared_ED):
+        weight_ED, count = self.weight.data, self._num_experts
+        yield CheckpointTensor(f"{prefix}.weight", (count, weight_ED.shape[1]), (ALL,), weight_ED[:count])
+        if len(weight_ED) > count:
             name = prefix.rpartition(".")[0] + ".shared_expert_gate.weight"
-            yield CheckpointTensor(name, (1, shared_ED.shape[1]), (ALL,), shared_ED[:1])
+            yield CheckpointTensor(name, (1, weight_ED.shape[1]), (ALL,), weight_ED[count : count + 1])
 
 
 class SparseMoe(nn.Module):
-    """Sum of the experts that the router chooses per token, with weights that sum to one, and of the gated shared expert. Every rank has
-    all tokens, so one sum over the ranks combines the results."""
+    """Sum of the experts that the router chooses per token, with weights that sum to one, and of the gated shared expert."""
 
     def __init__(self, hidden_size: int, moe: MoeConfig, format: MatrixFormat, setup: Setup) -> None:
         super().__init__()

@@ -40,9 +40,7 @@ def llama3(inv_freq_J: torch.Tensor, factor: float, low: float, high: float, pos
 
 
 def vision_rows(row_P: torch.Tensor, column_P: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
-    """(P,) patch coordinates -> (P, K) float32: a quarter of the head follows the row, a quarter the column, then both again.
-
-    `inv_freq` are the `inverse_frequencies` of half a head. The formula is that of transformers' `Qwen3VLVisionRotaryEmbedding`.
-    """
+    """(P,) patch coordinates -> (P, K) float32: a quarter of the head follows the row, a quarter the column, then both again, as in
+    transformers' `Qwen3VLVisionRotaryEmbedding`. `inv_freq`: `inverse_frequencies` of half a head."""
     angles_PJ = torch.cat((row_P[:, None].float() * inv_freq, column_P[:, None].float() * inv_freq), dim=-1)
     return torch.cat((angles_PJ.cos(), angles_PJ.sin()), dim=-1)

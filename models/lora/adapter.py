@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from models.config.types import ModelConfig
-from models.lora.targets import TOWER, Shape, targets
+from models.lora.targets import TOWER, targets
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX, OF_A, OF_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -50,10 +50,6 @@ class Adapter:
     targets: tuple[Target, ...]
 
     @property
-    def weights(self) -> Path:
-        return self.folder / WEIGHTS
-
-    @property
     def has_tower(self) -> bool:
         """Return whether it changes embeddings of images."""
         return any(target.module.startswith(TOWER) for target in self.targets)
@@ -64,13 +60,16 @@ def read_adapter(folder: Path, model: ModelConfig, max_rank: int) -> Adapter:
     config = _read_config(folder)
     known, refused = targets(model), []
     found: list[Target] = []
-    for prefix, shapes in _pairs(_read_shapes(folder)):
+    for prefix, of_a, of_b in _pairs(_read_shapes(folder)):
         path = prefix.removeprefix(PREFIX)
         module = model.architecture.known_name(f"{path}.weight").removesuffix(".weight")
         if module not in known:
             refused.append(path)
             continue
-        rank = _check_shapes(path, shapes, known[module])
+        rank, (outputs, inputs) = of_a[0] if of_a else 0, known[module]
+        if rank < 1 or of_a != (rank, inputs) or of_b != (outputs, rank):
+            shapes = f"shapes {of_a} and {of_b}, the model requires (r, {inputs}) and ({outputs}, r)"
+            raise ValueError(f"lora_A and lora_B of {path} have {shapes}")
         found.append(Target(module, prefix, rank, _scale(config, path, rank)))
     if refused:
         raise ValueError(f"adapters of {_listed(refused)} are not supported{_advice(model, refused)}")
@@ -114,29 +113,19 @@ def _read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         raise ValueError(f"{WEIGHTS} is malformed: {problem}") from None
 
 
-def _pairs(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]]:
-    """Return the prefix of each A and B, and their shapes. ValueError for other tensors, which name what the adapter changes besides."""
+def _pairs(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Return the prefix of each A and B, and their shapes. ValueError for other tensors."""
     others = sorted(name for name in shapes if not name.endswith((OF_A, OF_B)))
     if others:
         raise ValueError(f"{WEIGHTS} has more than lora_A and lora_B of linear layers: {_listed(others)}")
     for prefix in dict.fromkeys(name.removesuffix(OF_A).removesuffix(OF_B) for name in shapes):
         if missing := [suffix for suffix in (OF_A, OF_B) if prefix + suffix not in shapes]:
             raise ValueError(f"{WEIGHTS} lacks {prefix}{missing[0]}")
-        yield prefix, (shapes[prefix + OF_A], shapes[prefix + OF_B])
-
-
-def _check_shapes(path: str, shapes: tuple[tuple[int, ...], tuple[int, ...]], of_module: Shape) -> int:
-    """Return the rank. ValueError if the matrices do not fit."""
-    of_a, of_b = shapes
-    rank = of_a[0] if of_a else 0
-    if of_a != (rank, of_module[1]) or of_b != (of_module[0], rank) or rank < 1:
-        expected = f"(r, {of_module[1]}) and ({of_module[0]}, r)"
-        raise ValueError(f"lora_A and lora_B of {path} have shapes {of_a} and {of_b}, the model requires {expected}")
-    return rank
+        yield prefix, shapes[prefix + OF_A], shapes[prefix + OF_B]
 
 
 def _scale(config: Mapping[str, Any], path: str, rank: int) -> float:
-    """Return alpha / r, or alpha / sqrt(r) with rsLoRA, as `LoraLayer` of PEFT. ValueError if the file's rank is not the configured one."""
+    """Return alpha / r, or alpha / sqrt(r) with rsLoRA. ValueError if the file's rank is not the configured one."""
     configured = _by_pattern(config, "rank_pattern", path, config.get("r"))
     if configured != rank:
         raise ValueError(f"lora_A of {path} has rank {rank}, {CONFIG} has {configured}")
@@ -147,7 +136,7 @@ def _scale(config: Mapping[str, Any], path: str, rank: int) -> float:
 
 
 def _by_pattern(config: Mapping[str, Any], name: str, path: str, default: Any) -> Any:
-    """Return the value of the first name that is the path or its end. ValueError for regular expressions, which PEFT supports here."""
+    """Return the value of the first name that is the path or its end. ValueError for regular expressions."""
     patterns = config.get(name) or {}
     if not isinstance(patterns, dict) or not all(re.fullmatch(r"[\w.]+", key) for key in patterns):
         raise ValueError(f"{name} must map names of modules, without other characters of regular expressions, to numbers")

@@ -65,8 +65,7 @@ class LowRankOps(Protocol):
         """out += B of each token's slot @ the sum of the parts."""
 
     def expand_swiglu(self, gate_up_TN: torch.Tensor, shrunk_PTR: torch.Tensor, low_rank: LowRank, slots: TokenSlots) -> torch.Tensor:
-        """Return silu(g) * u of the halves g and u of what `expand_` makes of `gate_up_TN`, which may change. Its blocks of rows of both
-        halves are alike."""
+        """Return silu(g) * u of the halves g and u of what `expand_` makes of `gate_up_TN`, which may change. Their blocks are alike."""
 
 
 def _tokens_of(slots_T: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

@@ -17,8 +17,8 @@ class StepSlots:
         self._by_length: dict[int, TokenSlots] = {}
 
     def begin(self, slots_T: torch.Tensor | None, wanted_S: torch.Tensor) -> None:
-        """Use these slots (int32, -1: no adapter); None: no token has an adapter. The last layer may continue with the tokens `wanted_S`
-        only, which are then fewer: the number of a product's inputs tells which tokens they are."""
+        """Use these slots (int32, -1: no adapter); None: no token has one. The last layer may continue with the tokens `wanted_S` only: the
+        number of a product's inputs tells which tokens they are."""
         self._by_length = {} if slots_T is None else {len(tokens_X): TokenSlots(tokens_X) for tokens_X in (slots_T[wanted_S], slots_T)}
 
     def end(self) -> None:
@@ -65,7 +65,7 @@ class AdaptedProducts(Products[Any]):
         self._low_rank_ops.expand_(out_TN, shrunk_PTR, self._low_rank, slots)
 
     def _shrunk(self, x_TX: Activation) -> tuple[torch.Tensor, TokenSlots, torch.Tensor]:
-        """Return the inputs, those of a norm computed once for both products, the tokens' slots, and A @ the inputs."""
+        """Return the inputs, computed once for both products, the tokens' slots, and A @ the inputs."""
         x_TK = self._ops.norm(x_TX) if isinstance(x_TX, Normed) else x_TX
         assert isinstance(x_TK, torch.Tensor), "the adapted product before returns values"
         slots = self._slots.of(len(x_TK))

@@ -10,8 +10,8 @@ from torch import nn
 from models.config.registry import imported
 from models.decoders.contract import LanguageModel
 from models.kernels.backend import Backend
-from models.layers.linear import FusedColumnParallelLinear, Linear, RowParallelLinear, placed
-from models.lora.adapter import OF_A, OF_B, Adapter
+from models.layers.linear import FusedColumnParallelLinear, Linear, Part, RowParallelLinear, placed
+from models.lora.adapter import OF_A, OF_B, WEIGHTS, Adapter
 from models.lora.low_rank import OPS, LowRank, LowRankOps, make_low_rank
 from models.lora.matrix import AdaptedProducts, StepSlots
 from models.lora.targets import RANK_STEP, TOWER
@@ -34,10 +34,8 @@ class AdapterSlots:
         self._steps = StepSlots()
         self._writers: dict[str, Write] = {}
         for path, module in list(model.named_modules()):
-            if path.startswith(DECODER) and isinstance(module, FusedColumnParallelLinear):
-                self._adapt_fused(f"model.{path}", module)
-            elif path.startswith(DECODER) and isinstance(module, RowParallelLinear):
-                self._adapt_row_parallel(f"model.{path}", module)
+            if path.startswith(DECODER) and isinstance(module, FusedColumnParallelLinear | RowParallelLinear):
+                self._adapt(f"model.{path}", module)
             elif f"model.{path}".startswith(TOWER) and isinstance(module, Linear):
                 self._adapt_tower(f"model.{path}", module)
         assert isinstance(model, nn.Module)
@@ -59,64 +57,61 @@ class AdapterSlots:
         finally:
             self._tower_slot.current, self._model.tower.uses_graphs = -1, True
 
-    def _adapt_fused(self, path: str, module: FusedColumnParallelLinear) -> None:
-        names = list(dict.fromkeys(part.name for part in module.parts))
-        ranges = tuple((own.start, own.stop, names.index(part.name)) for part, own in placed(module.parts))
-        low_rank = self._wrap(module, ranges)
-        for group, name in enumerate(names):
-            parts = [(own, slice(part.start, part.start + part.rows)) for part, own in placed(module.parts) if part.name == name]
-            self._writers[f"{path.rpartition('.')[0]}.{name}"] = _writer(low_rank, group, parts, slice(None))
-
-    def _adapt_row_parallel(self, path: str, module: RowParallelLinear) -> None:
-        rows, columns = module.weight.shape
-        share = slice(module.tp.rank * columns, (module.tp.rank + 1) * columns)
-        self._writers[path] = _writer(self._wrap(module, ((0, rows, 0),)), 0, [(slice(rows), slice(rows))], share)
-
-    def _wrap(self, module: FusedColumnParallelLinear | RowParallelLinear, ranges: tuple[tuple[int, int, int], ...]) -> LowRank:
-        model = self._model
-        low_rank = make_low_rank(self._num_slots, self._rank, module.weight.shape[1], ranges, model.device, model.dtype)
+    def _adapt(self, path: str, module: FusedColumnParallelLinear | RowParallelLinear) -> None:
+        (parent, _, own_name), (rows, width) = path.rpartition("."), module.weight.shape
+        if isinstance(module, FusedColumnParallelLinear):
+            parts, columns = module.parts, slice(None)
+        else:
+            parts, columns = [Part(own_name, rows, 0, rows)], module.tp.own(width)
+        names = list(dict.fromkeys(part.name for part in parts))
+        ranges = tuple((own.start, own.stop, names.index(part.name)) for part, own in placed(parts))
+        low_rank = make_low_rank(self._num_slots, self._rank, width, ranges, self._model.device, self._model.dtype)
         module.weight.bind(AdaptedProducts(module.weight.products, low_rank, self._steps, self._backend.ops, self._ops))
-        return low_rank
+        for group, name in enumerate(names):
+            found = [(own, slice(part.start, part.start + part.rows)) for part, own in placed(parts) if part.name == name]
+            self._writers[f"{parent}.{name}"] = _writer(low_rank, group, found, columns)
 
     def _adapt_tower(self, path: str, layer: Linear) -> None:
         rows = rows_of(layer, path)
         adapted = adapt_linear(layer, self._num_slots, self._rank, self._tower_slot)
 
         def write(slot: int, factors: Factors | None) -> None:
-            adapted.a_SRK[slot].zero_()
-            adapted.b_SNR[slot].zero_()
-            if factors is not None:
-                rank = len(factors[0])
-                adapted.a_SRK[slot, :rank].copy_(factors[0], non_blocking=True)
-                for own, stored in rows:
-                    adapted.b_SNR[slot, own, :rank].copy_(factors[1][stored], non_blocking=True)
+            if factors is None:
+                adapted.a_SRK[slot].zero_()
+                adapted.b_SNR[slot].zero_()
+            else:
+                _write(adapted.a_SRK[slot], adapted.b_SNR[slot], rows, factors)
 
         self._writers[path] = write
 
 
 def _writer(low_rank: LowRank, group: int, parts: list[tuple[slice, slice]], columns: slice) -> Write:
-    """Write factors of a module: these columns of A, and rows of the product with the rows of B that they are."""
+    """Return the writer of a module: these columns of A, and rows of the product with the rows of B that they are."""
 
     def write(slot: int, factors: Factors | None) -> None:
         low_rank.ranks_SG[slot, group].zero_()  # assigning a number would wait for the device
-        if factors is None:
-            return
-        rank = len(factors[0])
-        padded = -(-rank // RANK_STEP) * RANK_STEP
-        low_rank.a_SGRK[slot, group, rank:padded] = 0
-        low_rank.a_SGRK[slot, group, :rank].copy_(factors[0][:, columns], non_blocking=True)
-        for own, stored in parts:
-            low_rank.b_SNR[slot, own, rank:padded] = 0
-            low_rank.b_SNR[slot, own, :rank].copy_(factors[1][stored], non_blocking=True)
-        low_rank.ranks_SG[slot, group].fill_(padded)
+        if factors is not None:
+            padded, factors = -(-len(factors[0]) // RANK_STEP) * RANK_STEP, (factors[0][:, columns], factors[1])
+            _write(low_rank.a_SGRK[slot, group, :padded], low_rank.b_SNR[slot, :, :padded], parts, factors)
+            low_rank.ranks_SG[slot, group].fill_(padded)
 
     return write
+
+
+def _write(a_RK: torch.Tensor, b_NR: torch.Tensor, parts: list[tuple[slice, slice]], factors: Factors) -> None:
+    """Copy factors, padded with zeros to the rank of the targets."""
+    rank = len(factors[0])
+    a_RK[rank:] = 0
+    a_RK[:rank].copy_(factors[0], non_blocking=True)
+    for own, stored in parts:
+        b_NR[own, rank:] = 0
+        b_NR[own, :rank].copy_(factors[1][stored], non_blocking=True)
 
 
 def read_weights(adapter: Adapter, dtype: torch.dtype, is_pinned: bool = False) -> Weights:
     """Read an adapter to host memory; scales are applied to B in float32. ValueError or OSError."""
     weights: Weights = {}
-    with safe_open(adapter.weights, framework="pt") as file:
+    with safe_open(adapter.folder / WEIGHTS, framework="pt") as file:
         for target in adapter.targets:
             a, b = file.get_tensor(target.prefix + OF_A), file.get_tensor(target.prefix + OF_B).float() * target.scale
             factors = a.to(dtype, copy=True), b.to(dtype)  # a view of the file would be read when it is used

@@ -45,10 +45,11 @@ def _of_decoder(text: TextConfig) -> Iterator[tuple[str, Shape]]:
             yield f"{mixer}.k_proj", (kv_heads, hidden)
             yield f"{mixer}.v_proj", (kv_heads, hidden)
             yield f"{mixer}.o_proj", (hidden, heads)
-        for name in ("gate_proj", "up_proj") if text.moe is None else ():
-            yield f"{text.layer_path(layer)}.mlp.{name}", (inner, hidden)
         if text.moe is None:
-            yield f"{text.layer_path(layer)}.mlp.down_proj", (hidden, inner)
+            mlp = f"{text.layer_path(layer)}.mlp"
+            yield f"{mlp}.gate_proj", (inner, hidden)
+            yield f"{mlp}.up_proj", (inner, hidden)
+            yield f"{mlp}.down_proj", (hidden, inner)
 
 
 def _of_tower(vision: VisionConfig) -> Iterator[tuple[str, Shape]]:

@@ -1,5 +1,5 @@
 """Linear layers of the vision tower with adapters. The images of one call have the same adapter, which is added to each matrix when it is
-read: one matrix at a time needs memory, and a call without an adapter reads the layer's own."""
+read, so that one matrix at a time needs memory."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,7 @@ from models.layers.linear import Linear
 
 
 class TowerSlot:
-    """Slot of the adapter of the current call; -1: none."""
-
-    current = -1
+    current = -1  # slot of the adapter of the current call; -1: none
 
 
 @dataclass(frozen=True, slots=True)

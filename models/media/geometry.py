@@ -1,4 +1,4 @@
-"""Sizes of images in patches and tokens, for the server and the workers. Only this module rounds sizes. Standard library only."""
+"""Sizes of images in patches and tokens, for the server and the workers. Standard library only."""
 
 import math
 from dataclasses import dataclass

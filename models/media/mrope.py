@@ -29,6 +29,5 @@ def mrope_positions(num_tokens: int, spans: Sequence[tuple[int, Grid]]) -> tuple
         position += max(h, w)
         token = end
     positions[:, token:] = np.arange(position, position + num_tokens - token)
-    # The next token follows the largest position, which may be on the time axis with many frame pairs.
-    next_position = int(positions.max()) + 1 if num_tokens else 0
+    next_position = int(positions.max()) + 1 if num_tokens else 0  # many frame pairs: the largest is on the time axis
     return positions, next_position - num_tokens

@@ -13,8 +13,7 @@ FLOOR_MARGIN = 1.05  # a capped video keeps slightly more than the minimum of pi
 
 @dataclass(frozen=True, slots=True)
 class VideoGeometry:
-    """Geometry of videos. `min_pixels` and `max_pixels` limit frames * height * width after resizing, `max_frame_tokens` one frame (None:
-    no limit). `num_frames` excludes `fps`, for which the minimum and maximum of frames apply."""
+    """Geometry of videos. `min_pixels` and `max_pixels` limit frames * height * width after resizing."""
 
     patch_size: int
     merge_size: int
@@ -22,11 +21,11 @@ class VideoGeometry:
     min_pixels: int
     max_pixels: int
     fps: float = 2.0
-    min_frames: int = 4
+    min_frames: int = 4  # by `fps`
     max_frames: int = 768
-    num_frames: int | None = None
+    num_frames: int | None = None  # instead of `fps`
     samples: bool = True  # otherwise all frames are used
-    max_frame_tokens: int | None = None
+    max_frame_tokens: int | None = None  # None: no limit
 
     def sample(self, total: int, source_fps: float | None) -> list[int]:
         """Return ascending indices of frames; always `num_frames` if set, even if the video has fewer."""

@@ -57,6 +57,10 @@ class TensorParallel:
             raise ValueError(f"{what} ({total}) is not divisible by {self.size} tensor-parallel ranks")
         return total // self.size
 
+    def own(self, size: int) -> slice:
+        """Return this rank's part, where each rank has `size` rows or columns."""
+        return slice(self.rank * size, (self.rank + 1) * size)
+
     def exchange_for(self, num_bytes: int) -> Exchange | None:
         """Return the exchange if each rank's part is small enough for it."""
         return self.exchange if self.exchange is not None and num_bytes <= self.exchange.max_bytes else None
@@ -76,7 +80,7 @@ class TensorParallel:
         return self.small_sums.sum_(compute(buffer_TD))
 
     def sums_by_kernels(self, num_tokens: int, width: int) -> bool:
-        """Return whether `sum_of` only launches kernels, whose arguments are the same in each call: NCCL does more."""
+        """Return whether `sum_of` only launches kernels, whose arguments are the same in each call."""
         is_small = self.exchange_for(num_tokens * width * torch.bfloat16.itemsize) is not None
         return self.size == 1 or is_small or (self.small_sums is not None and self.small_sums.buffer(num_tokens, width) is not None)
 

@@ -11,8 +11,7 @@ NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of CUDA's 
 
 
 def peers_are_mapped(size: int) -> bool:
-    """Return whether each of the first `size` GPUs can access every other's memory, including atomic operations. Without these (over PCIe)
-    ranks would wait forever."""
+    """Return whether each of the first `size` GPUs can access every other's memory, including atomic operations, on which ranks wait."""
     pairs = [(i, j) for i in range(size) for j in range(size) if i != j]
     return all(torch.cuda.can_device_access_peer(i, j) and _has_native_atomics(i, j) for i, j in pairs)
 

@@ -33,8 +33,8 @@ def write_adapter(
     dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> Path:
-    """Write an adapter for the modules that `takes` accepts and return the folder. `ranks` is a `rank_pattern` with suffixes of paths as
-    keys, `rename` maps paths to those of the checkpoint, `settings` are more entries of adapter_config.json. B is not zero."""
+    """Write an adapter for the modules that `takes` accepts and return the folder. `ranks`: a `rank_pattern` with suffixes of paths;
+    `rename`: from paths to those of the checkpoint; `settings`: more entries of adapter_config.json. B is not zero."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
     names, ranks = set[str](), ranks or {}

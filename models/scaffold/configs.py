@@ -5,36 +5,69 @@ from models.config.types import MEDIA_KINDS
 from models.scaffold.shapes import Shape
 from models.scaffold.tokenizer import special_token_ids
 
+Json = dict[str, object]
 
-def config_json(shape: Shape) -> dict[str, object]:
-    """Return config.json for transformers and `read_config`."""
+
+def config_files(shape: Shape, format: Format = "plain") -> dict[str, Json]:
+    """Return the files by name. `format`: of the decoder's matrices. Sampling is that of the published Instruct checkpoints; a `size` is an
+    area in pixels, for videos that of all frames."""
     ids = special_token_ids(shape.num_base_tokens)
+    settings = FORMATS[format].settings
+    quantization = {"quantization_config": {**settings, "modules_to_not_convert": ["lm_head", "model.visual"]}} if settings else {}
+    images: Json = {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "processor_class": "Qwen3VLProcessor",
+        "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216},
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    videos = {"video_processor_type": "Qwen3VLVideoProcessor", "size": {"shortest_edge": 4_096, "longest_edge": 25_165_824}}
+    generation: Json = {
+        "bos_token_id": ids["<|endoftext|>"],
+        "pad_token_id": ids["<|endoftext|>"],
+        "eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],
+        "do_sample": True,
+        "repetition_penalty": 1.0,
+        "temperature": 0.7,
+        "top_k": 20,
+        "top_p": 0.8,
+    }
     return {
-        "architectures": [f"Qwen3{'VL' if shape.delta is None else '_5'}{'Moe' if shape.experts else ''}ForConditionalGeneration"],
-        "model_type": _model_type(shape),
-        "dtype": shape.dtype,
-        **{f"{kind}_token_id": ids[f"<|{kind}_pad|>"] for kind in MEDIA_KINDS},
-        "vision_start_token_id": ids["<|vision_start|>"],
-        "vision_end_token_id": ids["<|vision_end|>"],
-        "tie_word_embeddings": shape.tied,
-        "text_config": _text_config(shape, ids["<|endoftext|>"], ids["<|im_end|>" if shape.delta is None else "<|endoftext|>"]),
-        "vision_config": _vision_config(shape),
+        "config.json": _config(shape, ids) | quantization,
+        "generation_config.json": generation,
+        "preprocessor_config.json": images,
+        "video_preprocessor_config.json": images | videos,
     }
 
 
-def _model_type(shape: Shape) -> str:
-    return ("qwen3_vl" if shape.delta is None else "qwen3_5") + ("_moe" if shape.experts else "")
-
-
-def _text_config(shape: Shape, bos: int, eos: int) -> dict[str, object]:
+def _config(shape: Shape, ids: dict[str, int]) -> Json:
+    family, kind = ("Qwen3VL", "qwen3_vl") if shape.delta is None else ("Qwen3_5", "qwen3_5")
+    if shape.experts:
+        family, kind = f"{family}Moe", f"{kind}_moe"
     return {
-        **_experts_config(shape),
-        **_rope_config(shape),
-        **_delta_config(shape),
-        "model_type": f"{_model_type(shape)}_text",
+        "architectures": [f"{family}ForConditionalGeneration"],
+        "model_type": kind,
+        "dtype": shape.dtype,
+        **{f"{medium}_token_id": ids[f"<|{medium}_pad|>"] for medium in MEDIA_KINDS},
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "tie_word_embeddings": shape.tied,
+        "text_config": {
+            "model_type": f"{kind}_text",
+            "bos_token_id": ids["<|endoftext|>"],
+            "eos_token_id": ids["<|im_end|>" if shape.delta is None else "<|endoftext|>"],
+            **_text_config(shape),
+        },
+        "vision_config": {"model_type": kind, **_vision_config(shape)},
+    }
+
+
+def _text_config(shape: Shape) -> Json:
+    config: Json = {
         "attention_bias": False,
-        "bos_token_id": bos,
-        "eos_token_id": eos,
         "dtype": shape.dtype,
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
@@ -48,19 +81,18 @@ def _text_config(shape: Shape, bos: int, eos: int) -> dict[str, object]:
         "tie_word_embeddings": shape.tied,
         "vocab_size": shape.vocab_size,
     }
-
-
-def _rope_config(shape: Shape) -> dict[str, object]:
     rope = {"mrope_interleaved": True, "mrope_section": list(shape.mrope_section), "rope_type": "default"}
+    if shape.experts:
+        config |= {
+            "moe_intermediate_size": shape.experts.intermediate,
+            "num_experts": shape.experts.count,
+            "num_experts_per_tok": shape.experts.per_token,
+            **({"norm_topk_prob": True} if shape.delta is None else {"shared_expert_intermediate_size": shape.experts.shared}),
+        }
     if shape.delta is None:
-        return {"rope_scaling": rope, "rope_theta": 5_000_000}
-    return {"rope_parameters": {**rope, "partial_rotary_factor": 0.25, "rope_theta": 10_000_000}}
-
-
-def _delta_config(shape: Shape) -> dict[str, object]:
-    if shape.delta is None:
-        return {}
-    return {
+        return config | {"rope_scaling": rope, "rope_theta": 5_000_000}
+    return config | {
+        "rope_parameters": {**rope, "partial_rotary_factor": 0.25, "rope_theta": 10_000_000},
         "attn_output_gate": True,
         "full_attention_interval": 4,
         "layer_types": ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(shape.layers)],
@@ -75,20 +107,8 @@ def _delta_config(shape: Shape) -> dict[str, object]:
     }
 
 
-def _experts_config(shape: Shape) -> dict[str, object]:
-    if shape.experts is None:
-        return {}
+def _vision_config(shape: Shape) -> Json:
     return {
-        "moe_intermediate_size": shape.experts.intermediate,
-        "num_experts": shape.experts.count,
-        "num_experts_per_tok": shape.experts.per_token,
-        **({"norm_topk_prob": True} if shape.delta is None else {"shared_expert_intermediate_size": shape.experts.shared}),
-    }
-
-
-def _vision_config(shape: Shape) -> dict[str, object]:
-    return {
-        "model_type": _model_type(shape),
         "deepstack_visual_indexes": list(shape.deepstack),
         "depth": shape.vision_depth,
         "hidden_act": "gelu_pytorch_tanh",
@@ -101,39 +121,4 @@ def _vision_config(shape: Shape) -> dict[str, object]:
         "patch_size": 16,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
-    }
-
-
-def quantization_json(format: Format) -> dict[str, object]:
-    """Return the entries of config.json for this format of the decoder's matrices."""
-    settings = FORMATS[format].settings
-    return {"quantization_config": {**settings, "modules_to_not_convert": ["lm_head", "model.visual"]}} if settings else {}
-
-
-def generation_config_json(shape: Shape) -> dict[str, object]:
-    """Return generation_config.json: stop tokens and sampling of the published Instruct checkpoints."""
-    ids = special_token_ids(shape.num_base_tokens)
-    return {
-        "bos_token_id": ids["<|endoftext|>"],
-        "pad_token_id": ids["<|endoftext|>"],
-        "eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],
-        "do_sample": True,
-        "repetition_penalty": 1.0,
-        "temperature": 0.7,
-        "top_k": 20,
-        "top_p": 0.8,
-    }
-
-
-def image_processor_json() -> dict[str, object]:
-    """Return preprocessor_config.json; `size` is an area in pixels."""
-    return {
-        "image_processor_type": "Qwen2VLImageProcessorFast",
-        "processor_class": "Qwen3VLProcessor",
-        "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216},
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
     }

@@ -1,8 +1,5 @@
-"""Byte-level BPE tokenizer of the published vocabulary size, generated from rules instead of a corpus.
-
-Splitting, byte alphabet, special tokens and ids are those of Qwen3-VL. The merges derive from letter frequencies, so English words take
-about as many tokens as with the real tokenizer, but different ones. Every id decodes to text.
-"""
+"""Byte-level BPE tokenizer with the splitting, byte alphabet, special tokens and ids of Qwen3-VL. Its merges derive from letter frequencies
+instead of a corpus: English words take about as many tokens as with the real tokenizer, but different ones."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -12,7 +9,6 @@ from models.config.types import MEDIA_KINDS
 
 TEMPLATES = Path(__file__).parent  # own ChatML templates for Qwen3-VL and Qwen3.5; both begin with render.jinja
 
-# In the order of their ids; the first 14 are "special" (skipped when text is decoded), the rest are plain markers of tools and reasoning.
 SPECIAL_TOKENS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>",
     "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
@@ -20,7 +16,7 @@ SPECIAL_TOKENS = (
     "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>",
     "<tool_response>", "</tool_response>", "<think>", "</think>",
 )  # fmt: skip
-NUM_SKIPPED_SPECIALS = 14
+NUM_SKIPPED_SPECIALS = 14  # the first are skipped when text is decoded, the others are markers of tools and reasoning
 
 # Pre-tokenization of Qwen2 and Qwen3: contractions, words with one leading separator, single digits, punctuation, white space.
 SPLIT_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -31,15 +27,21 @@ _SPACE, _NEWLINE = "Ġ", "Ċ"  # the byte alphabet's spelling of 0x20 and 0x0A
 
 
 def special_token_ids(num_base_tokens: int) -> dict[str, int]:
-    """Special tokens and their ids, which follow the base vocabulary."""
     return {token: num_base_tokens + i for i, token in enumerate(SPECIAL_TOKENS)}
 
 
 def tokenizer_json(num_base_tokens: int) -> dict[str, object]:
     """Return tokenizer.json for `tokenizers`. `num_base_tokens` counts 256 bytes and the merges; ValueError if out of range."""
-    alphabet = byte_alphabet()
-    merges = _first_merges(num_base_tokens - len(alphabet), set(alphabet))
-    tokens = alphabet + [left + right for left, right in merges]
+    vocabulary = {token: i for i, token in enumerate(byte_alphabet())}
+    merges: list[str] = []
+    for left, right in _merge_candidates():
+        if len(vocabulary) == num_base_tokens:
+            break
+        if left + right not in vocabulary:
+            vocabulary[left + right] = len(vocabulary)
+            merges.append(f"{left} {right}")
+    if len(vocabulary) != num_base_tokens:
+        raise ValueError(f"num_base_tokens must be 256 to {len(vocabulary)}, got {num_base_tokens}")
     split = {"type": "Split", "pattern": {"Regex": SPLIT_PATTERN}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     return {
@@ -49,11 +51,7 @@ def tokenizer_json(num_base_tokens: int) -> dict[str, object]:
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "post_processor": byte_level,
         "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "vocab": {token: i for i, token in enumerate(tokens)},
-            "merges": [f"{left} {right}" for left, right in merges],
-        },
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges},
     }
 
 
@@ -72,11 +70,10 @@ def tokenizer_config_json(num_base_tokens: int, thinks: bool = False) -> dict[st
 
 
 def chat_template(thinks: bool = False) -> str:
-    """Return the template of Qwen3-VL, or of Qwen3.5, which was not compared with the original. The latter thinks unless `enable_thinking`
-    is false, and drops reasoning before the last user message unless `preserve_thinking`."""
-    return "".join(
-        (TEMPLATES / name).read_text(encoding="utf-8") for name in ("render.jinja", "thinking.jinja" if thinks else "chat.jinja")
-    )
+    """Return the template of Qwen3-VL, or one like that of Qwen3.5, which thinks unless `enable_thinking` is false, and drops reasoning
+    before the last user message unless `preserve_thinking`."""
+    names = "render.jinja", "thinking.jinja" if thinks else "chat.jinja"
+    return "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in names)
 
 
 def byte_alphabet() -> list[str]:
@@ -97,22 +94,8 @@ def _added_token(index: int) -> dict[str, object]:
     }
 
 
-def _first_merges(count: int, known: set[str]) -> list[tuple[str, str]]:
-    """Return the first `count` merges of existing tokens that give a new token."""
-    merges: list[tuple[str, str]] = []
-    candidates = _merge_candidates()
-    while len(merges) < count:
-        pair = next(candidates, None)
-        if pair is None:
-            raise ValueError(f"the merge rules give at most {len(merges)} merges, {count} were requested")
-        if pair[0] + pair[1] not in known:
-            known.add(pair[0] + pair[1])
-            merges.append(pair)
-    return merges
-
-
 def _merge_candidates() -> Iterator[tuple[str, str]]:
-    """Yield pairs of tokens, likelier ones in English first; BPE applies them in this order."""
+    """Yield pairs of tokens, likelier ones in English first."""
     pairs = _letter_pairs()
     capitals = _LETTERS.upper()
     words = [left + right for left, right in pairs]
@@ -132,7 +115,7 @@ def _merge_candidates() -> Iterator[tuple[str, str]]:
 
 
 def _letter_pairs() -> list[tuple[str, str]]:
-    """Return all pairs of lower-case letters by estimated frequency: frequent letters and pairs of vowel and consonant first."""
+    """Return all pairs of letters: frequent letters and pairs of vowel and consonant first."""
 
     def rank(pair: tuple[str, str]) -> tuple[float, tuple[str, str]]:
         left, right = pair

@@ -1,10 +1,6 @@
-"""Seeded random weights under the tensor names of the published checkpoints, for the scaffold and tests.
-
-Every tensor is a function of (seed, name), so any process can generate any tensor on any device of one kind.
-"""
+"""Seeded random weights under the tensor names of the published checkpoints. Every tensor is a function of (seed, name)."""
 
 import json
-import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +13,7 @@ from models.checkpoint.names import CheckpointTensor
 from models.config.formats import Format
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
-from models.decoders.make import make_model
+from models.decoders.contract import make_model
 from models.kernels.reference.backend import TorchBackend
 from models.parallel.group import TensorParallel
 from models.weights.matrix import storage_of
@@ -26,16 +22,11 @@ Shapes = dict[str, tuple[int, ...]]
 
 MAX_SHARD_BYTES = 4 << 30
 INPUTS_FIRST = 1  # layout of experts, see `StackedExperts`
-LAYER = re.compile(r"model\.language_model\.layers\.(\d+)\.")
 
 
 def tensor_shapes(config: ModelConfig) -> Shapes:
     """Return the name and shape of every tensor of an unquantized checkpoint in the published layout."""
-    return {slot.name: slot.shape for slot in _plain_slots(config)}
-
-
-def _plain_slots(config: ModelConfig) -> Iterator[CheckpointTensor]:
-    return _slots(replace(config, text=replace(config.text, format="plain")))
+    return {slot.name: slot.shape for slot in _slots(replace(config, text=replace(config.text, format="plain")))}
 
 
 def _slots(config: ModelConfig) -> Iterator[CheckpointTensor]:
@@ -43,9 +34,7 @@ def _slots(config: ModelConfig) -> Iterator[CheckpointTensor]:
     backend = TorchBackend(torch.device("meta"))
     for part in make_model(config, TensorParallel.single(), backend, torch.bfloat16).checkpoint_tensors():
         for slot in (part,) if isinstance(part, CheckpointTensor) else part.layouts[0 if config.text.delta is not None else INPUTS_FIRST]:
-            layer = LAYER.match(slot.name)
-            is_delta = layer is not None and int(layer[1]) in config.text.delta_layers
-            yield replace(slot, name=slot.name.replace(".self_attn.", ".linear_attn.")) if is_delta else slot
+            yield replace(slot, name=config.text.own_path(slot.name))
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -56,7 +45,7 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dty
         return normal
     if name.endswith("A_log"):
         return normal.mul_(0.1).sub_(2.0)  # recurrent states decay within about ten tokens
-    if _is_experts(name):
+    if ".experts." in name:
         return normal.mul_(shape[1] ** -0.5)
     if len(shape) > 1:
         return normal.mul_(torch.Size(shape[1:]).numel() ** -0.5)
@@ -67,8 +56,7 @@ def write_random_weights(folder: Path, seed: int, max_shard_bytes: int = MAX_SHA
     """Write safetensors to the folder: one file, or shards with an index if they exceed `max_shard_bytes`."""
     config = read_config(folder, with_head=read_config(folder).text.delta is not None)
     shapes, dtype = tensor_shapes(config), torch_dtype(config.dtype)
-    plain = {slot.name: slot.target.dtype for slot in _plain_slots(config)}
-    quantized = {slot.name for slot in _slots(config) if plain.get(slot.name, slot.target.dtype) != slot.target.dtype}
+    quantized = {slot.name for slot in _slots(config) if slot.target.dtype == torch.float8_e4m3fn}
     shards = list(_shards(shapes, dtype, max_shard_bytes))
     for stale in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
         stale.unlink()
@@ -76,8 +64,7 @@ def write_random_weights(folder: Path, seed: int, max_shard_bytes: int = MAX_SHA
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {name: random_tensor(name, shapes[name], seed, dtype, torch.device("cpu")) for name in names}
-        if quantized:
-            tensors = _quantized(tensors, quantized, config.text.format, has_input_major=config.text.delta is None)
+        tensors = _quantized(tensors, quantized, config.text.format, has_input_major=config.text.delta is None)
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, file))
     if len(shards) > 1:
@@ -90,16 +77,13 @@ def _quantized(tensors: dict[str, torch.Tensor], names: set[str], format: Format
     """Return the tensors with these names in this format and the others unchanged."""
     stored = {name: tensor for name, tensor in tensors.items() if name not in names}
     for name in names & tensors.keys():
-        is_transposed, tensor = has_input_major and _is_experts(name), tensors[name]
+        are_experts, tensor = ".experts." in name, tensors[name]
+        is_transposed = has_input_major and are_experts
         rows = (tensor.transpose(1, 2) if is_transposed else tensor).flatten(0, -2)
         for each in storage_of(format).quantized(rows).stored:
-            whole = each.tensor.unflatten(0, (len(tensor), -1)) if _is_experts(name) else each.tensor  # scales have the same layout
+            whole = each.tensor.unflatten(0, (len(tensor), -1)) if are_experts else each.tensor  # scales have the same layout
             stored[name + each.suffix.removeprefix(".weight")] = (whole.transpose(1, 2) if is_transposed else whole).contiguous()
     return stored
-
-
-def _is_experts(name: str) -> bool:
-    return ".experts." in name
 
 
 def torch_dtype(name: str) -> torch.dtype:

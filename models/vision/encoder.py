@@ -23,8 +23,8 @@ def make_tower(config: ModelConfig, backend: Backend, setup: Setup) -> VisionTow
     return VisionTower(config.vision, attention, setup)
 
 
-class ImageEncoder:
-    """See `Tower` of `models.decoders.contract`."""
+class Tower:
+    """Vision tower of a model. The caller bounds the number of patches per call; a call has images or frame pairs, not both."""
 
     def __init__(self, config: ModelConfig, backend: Backend, setup: Setup, visual: VisionTower) -> None:
         self.config, self.dtype, self.device = config, setup.place.dtype, setup.place.device
@@ -34,6 +34,8 @@ class ImageEncoder:
         self.uses_graphs = True  # False while the layers use other weights than at capture
 
     def encode(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
+        """Return the embeddings (1 + L, N, D) of each uint8 image (H, W, 3) or frame pair (2, H, W, 3) on the device, resized to its grid
+        (t, h, w) in patches. Each result has its own storage."""
         if not images:
             return []
         patches_FPX = self._patches(images, grids)
@@ -46,16 +48,20 @@ class ImageEncoder:
         return [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
     def encode_part(self, images: Sequence[torch.Tensor], grids: Sequence[Grid]) -> torch.Tensor:
+        """Encode together with all ranks: return (1 + L, n, D), this rank's tokens of all images by `part_of`."""
         return self._visual.part(self._patches(images, grids), grids)
 
     def kept_bytes(self) -> int:
-        graphs = 0 if self._graphs is None else self._graphs.max_bytes()
-        return self._visual.max_table_bytes() + graphs
+        """Return the most device memory that graphs of `prepare` and tables of grids use."""
+        return self._visual.max_table_bytes() + (0 if self._graphs is None else self._graphs.max_bytes())
 
     def prepare(self, is_busy: bool = False) -> bool:
+        """Do some tens of milliseconds of work in advance while the host is idle. Return False if there is none. `is_busy`: the device is
+        still working."""
         return self._graphs is not None and self._graphs.capture_one(is_busy)
 
     def finish(self) -> None:
+        """Recompute in place what is derived from weights; call after they have changed."""
         self._visual.finish()
         if self._graphs is not None:
             self._graphs.refresh()

@@ -1,5 +1,5 @@
-"""CUDA graphs of small encodes whose exact list of grids repeats: one launch instead of three hundred. Graphs are captured while the
-worker has nothing to launch, so no request waits for a capture."""
+"""CUDA graphs of small encodes whose exact list of grids repeats: one launch instead of three hundred. They are captured while the worker
+has nothing to launch."""
 
 import logging
 from collections import OrderedDict
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 MAX_PATCHES_OF_ONE = 8192  # with more, the device is slower than the host
 MAX_PATCHES_OF_ALL = 32_768  # inputs and outputs take about 10 kB per patch at 8B
 SIGHTINGS = 2  # encodes before a graph is captured
-SIGHTINGS_WHEN_BUSY = 6  # more, since a capture takes longer than a step and delays running streams
+SIGHTINGS_WHEN_BUSY = 6  # a capture takes longer than a step and delays running streams
 MAX_SEEN = 256
 KEPT_SHARE = 3  # inputs and outputs of a graph take less than a third of its activations
 
@@ -40,8 +40,7 @@ class TowerGraphs:
         self._graphs: OrderedDict[Key, TowerGraph] = OrderedDict()
         self._seen: OrderedDict[Key, int] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
-        # All captures use one stream: a graph keeps cuBLAS's workspace for its stream, and torch has 32 streams in rotation, so that a
-        # new one could be that of the step graphs, which run concurrently.
+        # One stream for all: a graph keeps cuBLAS's workspace for its stream, and another of torch's 32 could be that of the step graphs.
         self._stream = torch.cuda.Stream()
 
     def replay(self, patches_FPX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor | None:
@@ -49,7 +48,10 @@ class TowerGraphs:
         key = len(patches_FPX), tuple(grids)
         graph = self._graphs.get(key)
         if graph is None:
-            self._note(key, patches_FPX.shape[1])
+            if patches_FPX.shape[1] <= MAX_PATCHES_OF_ONE:
+                self._seen[key] = self._seen.pop(key, 0) + 1
+                if len(self._seen) > MAX_SEEN:
+                    self._seen.popitem(last=False)
             return None
         self._graphs.move_to_end(key)
         self._tower.plan(grids)  # the graph reads buffers that other encodes use, too
@@ -82,12 +84,6 @@ class TowerGraphs:
         while sum(graph.patches_FPX.shape[1] for graph in self._graphs.values()) > MAX_PATCHES_OF_ALL:
             self._graphs.popitem(last=False)
         return True
-
-    def _note(self, key: Key, num_patches: int) -> None:
-        if num_patches <= MAX_PATCHES_OF_ONE:
-            self._seen[key] = self._seen.pop(key, 0) + 1
-            if len(self._seen) > MAX_SEEN:
-                self._seen.popitem(last=False)
 
     def _capture(self, key: Key) -> TowerGraph:
         num_frames, grids = key

@@ -22,10 +22,8 @@ class Preprocessor:
     """Preprocessor that caches the resampling weights of recent sizes."""
 
     def __init__(self, geometry: VisionGeometry, ops: Ops, device: torch.device) -> None:
-        self._geometry = geometry
-        self._ops = ops
-        self._device = device
-        self._taps = lru_cache(MAX_CACHED_TAPS)(self._upload_taps)
+        self._geometry, self._ops = geometry, ops
+        self._taps = lru_cache(MAX_CACHED_TAPS)(lambda old, new: Taps(*(to_device(array, device) for array in make_taps(old, new))))
 
     def write_patches(self, image_HWC: torch.Tensor, grid: Grid, out_PX: torch.Tensor) -> None:
         """Fill `out_PX` (h * w of `grid`, C * patch_size ** 2) from a uint8 image, see `Ops.resample_to_patches_`."""
@@ -35,15 +33,10 @@ class Preprocessor:
             image_HWC = self._ops.resample(image_HWC, earlier_axis, self._taps(image_HWC.shape[earlier_axis], earlier_size))
         self._ops.resample_to_patches_(image_HWC, axis, self._taps(image_HWC.shape[axis], size), patch, merge, out_PX)
 
-    def _upload_taps(self, old: int, new: int) -> Taps:
-        return Taps(*(to_device(array, self._device) for array in make_taps(old, new)))
-
 
 def _passes(old_height: int, old_width: int, height: int, width: int) -> list[tuple[int, int]]:
-    """Return (axis, new size) of at least one pass, in order.
-
-    As in Pillow 13, the width is first unless the height loses more than twice as many pixels; in older versions it always is.
-    """
+    """Return (axis, new size) of at least one pass. As in Pillow 13, the width is first unless the height loses more than twice as many
+    pixels."""
     height_first = height < old_height and old_height - height > 2 * (old_width - width)
     sizes = [(0, height), (1, width)] if height_first else [(1, width), (0, height)]
     changed = [(axis, size) for axis, size in sizes if size != (old_height, old_width)[axis]]

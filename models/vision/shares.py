@@ -13,8 +13,7 @@ class UlyssesCosts(NamedTuple):
     square: int  # patches of an image at which attention costs as much as the matrices
 
 
-# By backend. On an H200 a patch takes 1.84 us. Two ranks encode 2K in 40 ms, one in 66; 1080p in 25 ms instead of 27, but each must
-# read the image first. `portable` is estimated for GPUs that communicate over PCIe; on a CPU a patch takes milliseconds.
+# By backend; `hopper` of H200s, where a patch takes 1.84 us, `portable` estimated for GPUs that communicate over PCIe.
 COSTS = {"hopper": UlyssesCosts(7600, 0.1, 9500), "portable": UlyssesCosts(8000, 2.0, 6600), "torch": UlyssesCosts(64, 0.05, 6600)}
 
 
@@ -27,8 +26,8 @@ class Shares:
 
 
 def share_out(num_patches: Sequence[int], num_ranks: int, costs: UlyssesCosts | None) -> Shares:
-    """Minimise the time of the slowest rank: all ranks encode some of the largest images (none without `costs`); the others go to one rank
-    each, the largest first, to the least loaded rank."""
+    """Minimise the time of the slowest rank: all ranks encode some of the largest images (none without `costs`); the others go to the least
+    loaded rank each, the largest first."""
     order = sorted(range(len(num_patches)), key=lambda image: (-num_patches[image], image))
     work = [count * (1 + count / costs.square) if costs else count for count in num_patches]
     best, least = Shares((), ()), float("inf")

@@ -24,7 +24,7 @@ class GridTables:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Tables of all images of an encode. The position embeddings are concatenated at the start of the stream."""
+    """Tables of all images of an encode."""
 
     position_PD: list[torch.Tensor]
     cos_sin_PK: torch.Tensor
@@ -55,7 +55,7 @@ def _stretch(grid: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def grid_tables(grid: Grid, merge: int, positions: PositionGrid, offset_D: torch.Tensor, inv_freq: torch.Tensor) -> GridTables:
-    """Return the tables of a patch grid (1, h, w). `offset_D` is added to every position embedding."""
+    """Return the tables of a grid. `offset_D` is added to every position embedding."""
     _, rows, columns = grid
     position_PD = _merge_block_order(positions.interpolate(rows, columns), merge) + offset_D
     device = offset_D.device

@@ -1,8 +1,7 @@
-"""Vision tower of Qwen3-VL, from patches to main and DeepStack embeddings. Every rank holds all weights. Images of one call share
-every GEMM and attention launch.
+"""Vision tower of Qwen3-VL, from patches to main and DeepStack embeddings; whole on every rank. Images of one call share every launch.
 
-The residual stream holds products without biases. Biases are constants; their running sum ("offset") is added where the stream is
-read, so that each GEMM accumulates into the stream.
+The residual stream holds products without biases. The running sum of the biases ("offset") is added where the stream is read, so that each
+GEMM accumulates into the stream.
 """
 
 from collections.abc import Iterator, Sequence
@@ -78,7 +77,7 @@ class LayerNorm(nn.Module):
 
 
 class KeyValueQuery(Linear):
-    """Projections in the order that `VarlenAttention` expects; the checkpoint has queries first."""
+    """Projections in the order of `VarlenAttention`; the checkpoint has queries first."""
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         for name, target in (("weight", self.weight.data), ("bias", self.bias.data)):
@@ -134,13 +133,9 @@ class VisionBlock(nn.Module):
         self.attn.add_(self.norm1(x_PD, offsets_2D[0]), cos_sin_PK, x_PD)
         self.mlp.add_(self.norm2(x_PD, offsets_2D[1]), x_PD)
 
-    def biases(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the biases (D,) that the attention and the MLP omit from the stream."""
-        return self.attn.proj.bias, self.mlp.linear_fc2.bias
-
 
 class PatchMerger(nn.Module):
-    """Merge the patches of a block into one token. The main merger normalises each patch, the others their concatenation."""
+    """Merge the patches of a block into one token. `norm_after_join`: normalise their concatenation instead of each patch."""
 
     def __init__(self, config: VisionConfig, norm_after_join: bool, setup: Setup) -> None:
         super().__init__()
@@ -151,7 +146,7 @@ class PatchMerger(nn.Module):
         self.linear_fc2 = Linear(self.joined_size, config.out_hidden_size, setup)
 
     def forward(self, x_PD: torch.Tensor, offset_D: torch.Tensor, out_ND: torch.Tensor) -> None:
-        """Map the stream (P, vision hidden) to `out_ND` (P / merge ** 2, decoder hidden)."""
+        """Map the stream (P, vision hidden) to `out_ND` (N, decoder hidden)."""
         normed = self.norm(x_PD.view(-1, self.norm_size), offset_D).view(-1, self.joined_size)
         hidden = F.gelu(self.linear_fc1(normed))  # the exact GELU, unlike the blocks
         torch.addmm(self.linear_fc2.bias, hidden, self.linear_fc2.matrix().t(), out=out_ND)
@@ -180,11 +175,11 @@ class VisionTower(nn.Module):
 
     @cached_property
     def _offsets(self) -> torch.Tensor:
-        """Return (2 * depth + 1, D) float32: the stream's offset before each attention and MLP and at the end, cached."""
+        """Return (2 * depth + 1, D) float32: the stream's offset before each attention and MLP and at the end."""
         return self._sum_biases()
 
     def _sum_biases(self) -> torch.Tensor:
-        biases = torch.stack([bias for block in self._blocks for bias in block.biases()])
+        biases = torch.stack([bias for block in self._blocks for bias in (block.attn.proj.bias, block.mlp.linear_fc2.bias)])
         return F.pad(biases.float().cumsum(0), (0, 0, 1, 0))
 
     def finish(self) -> None:
@@ -195,7 +190,7 @@ class VisionTower(nn.Module):
         self._tables.refresh()
 
     def forward(self, patches_FPX: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """Map patches of images or frame pairs to (1 + L, P / merge ** 2, D): the main embedding, then the DeepStack levels."""
+        """Map patches of images or frame pairs to (1 + L, N, D): the main embedding, then the DeepStack levels."""
         self.plan(grids)
         return self.compute(patches_FPX, self.tables(grids))
 
@@ -218,12 +213,12 @@ class VisionTower(nn.Module):
 
     def patch_bytes(self) -> int:
         """Return the bytes of a patch's widest activations and of its part of the result."""
-        widest = 3 * self.config.hidden_size + 2 * self.config.intermediate_size + 2 * self.config.hidden_size
+        widest = 5 * self.config.hidden_size + 2 * self.config.intermediate_size
         levels = (1 + len(self.config.deepstack_indexes)) * self.config.out_hidden_size // self.config.merge_size**2
         return (widest + levels) * self.merger.norm.weight.itemsize
 
     def empty_patches(self, grids: Sequence[Grid], num_frames: int) -> torch.Tensor:
-        """Return an empty (F, P, C * patch ** 2) for images of these grids, or for a kernel's number of frames."""
+        """Return an empty (F, P, C * patch ** 2) for images of these grids."""
         width = self.config.in_channels * self.config.patch_size**2
         return self.merger.norm.weight.new_empty((num_frames, sum(t * h * w for t, h, w in grids), width))
 

@@ -13,10 +13,10 @@ from models.vision.shares import part_of
 
 
 class UlyssesAttention:
-    """`VarlenAttention` of whole images or, after `plan_parts`, of images whose patches are distributed over all ranks."""
+    """`VarlenAttention` of whole images or, after `plan_parts`, of images whose patches are distributed over all ranks, in groups of
+    `group_size`."""
 
     def __init__(self, whole: VarlenAttention, of_own_heads: VarlenAttention, tp: TensorParallel, group_size: int) -> None:
-        """Each group of `group_size` patches stays on one rank."""
         self._whole, self._of_own_heads = whole, of_own_heads
         self._tp, self._group_size = tp, group_size
         self._counts: list[int] = []  # patches of each rank; empty: every rank has whole images

@@ -82,8 +82,7 @@ class BlockScaled:
 
     @cached_property
     def transposed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return values and padded scales as cuBLAS takes them. They are cached: creating them takes as much host time as launching a
-        product."""
+        """Return values and padded scales as cuBLAS takes them; cached, since creating them takes as long as launching a product."""
         return self.values.t(), self.padded_scales.t()
 
     def rows(self, first: int, last: int) -> "BlockScaled":
@@ -98,8 +97,8 @@ class BlockScaled:
 
 @dataclass(frozen=True, slots=True)
 class GroupScaled(Rounded):
-    """Inputs (T, K) of a product: float8_e4m3fn values with a scale per group, float32 (T, K / 128), column-major. `padded`: the values
-    with up to three further rows, whose contents and scales are undefined."""
+    """Inputs (T, K) of a product: float8_e4m3fn values with a scale per group, float32 (T, K / 128), column-major. `padded` has up to three
+    further rows, whose values and scales are undefined."""
 
     padded: torch.Tensor
     scales: torch.Tensor

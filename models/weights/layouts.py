@@ -1,7 +1,5 @@
-"""Layouts of the tensors of a `Scheme` in checkpoints, and the layout after loading.
-
-AWQ, GPTQ: AutoAWQ's `WQLinear_GEMM` and AutoGPTQ's `QuantLinear`; the others: compressed-tensors and ModelOpt.
-"""
+"""Layouts of the tensors of a `Scheme` in checkpoints (AutoAWQ's `WQLinear_GEMM`, AutoGPTQ's `QuantLinear`, compressed-tensors, ModelOpt),
+and the layout after loading."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +26,11 @@ class Layout:
     zero_offset: int = 0  # zero point minus its code
     divides: bool = False  # scales are divided by the factor
     scalar_shape: tuple[int, ...] | None = None  # shape of factors, or of the only scale of a matrix
+
+    def block(self, bits: int) -> tuple[int, int]:
+        """Return the rows and columns of values in an element of `codes`."""
+        per_word = WORD // bits
+        return {"columns": (1, per_word), "rows": (per_word, 1), "pairs": (1, 2), "values": (1, 1)}[self.packing]
 
 
 FINAL = "final"

@@ -42,17 +42,15 @@ class LowBit:
     @property
     def stored(self) -> tuple[Stored, ...]:
         layout, group = self.layout, self.scheme.group or WHOLE
-        packed, per = WORD // self.scheme.bits, layout.is_transposed
-        block = {"rows": (packed, 1), "pairs": (1, 2), "values": (1, 1)}.get(layout.packing, (1, packed))
-        is_single = layout.scalar_shape is not None and not layout.factors
+        is_transposed = layout.is_transposed
         tensors = [
-            Stored(layout.codes, self.codes, block, per),
-            Stored(layout.scales, self.scales, (1, group), per, layout.scalar_shape if is_single else None),
+            Stored(layout.codes, self.codes, layout.block(self.scheme.bits), is_transposed),
+            Stored(layout.scales, self.scales, (1, group), is_transposed, None if layout.factors else layout.scalar_shape),
         ]
         if self.zeros is not None:
-            tensors.append(Stored(layout.zeros, self.zeros, (packed, group), per))
+            tensors.append(Stored(layout.zeros, self.zeros, (WORD // self.scheme.bits, group), is_transposed))
         if self.factors is not None:
-            tensors.append(Stored(layout.factors, self.factors, (1, WHOLE), per, layout.scalar_shape))
+            tensors.append(Stored(layout.factors, self.factors, (1, WHOLE), is_transposed, layout.scalar_shape))
         return tuple(tensors)
 
     def rows(self, first: int, last: int) -> "LowBit":
@@ -117,7 +115,7 @@ def _values(codes: torch.Tensor, element: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LowBitKind:
-    """Factory of `LowBit` for a scheme: see the class methods of `Storage`."""
+    """Class methods of `Storage`, for a scheme."""
 
     scheme: Scheme
 
@@ -130,27 +128,22 @@ class LowBitKind:
     def empty(self, rows: int, columns: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> LowBit:
         self.check(columns, (rows,))
         scheme, layout = self.scheme, LAYOUTS[self.scheme.layout]
-        packed, groups = WORD // scheme.bits, columns // scheme.group if scheme.group else 1
-        shape, kind = {
-            "rows": ((rows // packed, columns), torch.int32),
-            "pairs": ((rows, columns // 2), torch.uint8),
-            "values": ((rows, columns), torch.float8_e4m3fn),
-        }.get(layout.packing, ((rows, columns // packed), torch.int32))
+        groups, (height, width) = columns // scheme.group if scheme.group else 1, layout.block(scheme.bits)
+        kind = {"pairs": torch.uint8, "values": torch.float8_e4m3fn}.get(layout.packing, torch.int32)
         scale_dtype = torch.float16 if layout.is_transposed and dtype.itemsize == 2 else dtype  # as AWQ and GPTQ have them
         if scheme.group == NVFP4_GROUP:
             scale_dtype = torch.float8_e4m3fn
-        zeros = torch.empty((rows // packed, groups), dtype=torch.int32, device=device)
+        zeros = torch.empty((rows * scheme.bits // WORD, groups), dtype=torch.int32, device=device)
         return LowBit(
             scheme,
             torch.Size((rows, columns)),
-            torch.empty(shape, dtype=kind, device=device),
+            torch.empty((rows // height, columns // width), dtype=kind, device=device),
             torch.empty((rows, groups), dtype=scale_dtype, device=device),
             zeros if scheme.has_zeros else None,
             torch.empty((rows, 1), device=device) if scheme.group == NVFP4_GROUP else None,
         )
 
     def quantized(self, matrix_NK: torch.Tensor) -> LowBit:
-        """Raise ValueError: matrices in this format are only read."""
         raise ValueError(f"matrices are not rounded to {self.scheme}: serve a checkpoint that has it")
 
 

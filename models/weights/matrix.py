@@ -1,8 +1,4 @@
-"""Matrices of a model: storage, tensors in a checkpoint, and products.
-
-`models.config.formats` registers the formats. A format's `Storage`, and its `Products` in plain torch, are a file here; products of other
-backends are in `models.kernels`.
-"""
+"""Matrices of a model: storage, tensors in a checkpoint, and products. `models.config.formats` registers the formats."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -34,11 +30,15 @@ class Stored(NamedTuple):
         """Return the source of `target`, a part of the tensor: these rows and columns of the checkpoint's matrix of this shape."""
         if self.scalar_shape is not None:
             return CheckpointTensor(name + self.suffix, self.scalar_shape, (), target)
-        (height, width), index = self.block, (in_blocks(rows, self.block[0]), in_blocks(columns, self.block[1]))
-        blocks = -(-shape[0] // height), -(-shape[1] // width)
+        blocks, index = self.in_blocks(shape, rows, columns)
         if self.is_transposed:
             return CheckpointTensor(name + self.suffix, blocks[::-1], index[::-1], target.t())
         return CheckpointTensor(name + self.suffix, blocks, index, target)
+
+    def in_blocks(self, shape: tuple[int, int], rows: slice, columns: slice) -> tuple[tuple[int, int], tuple[slice, slice]]:
+        """Return the shape of a matrix and these rows and columns of it, in blocks."""
+        height, width = self.block
+        return (-(-shape[0] // height), -(-shape[1] // width)), (in_blocks(rows, height), in_blocks(columns, width))
 
 
 def in_blocks(cut: slice, block: int) -> slice:
@@ -51,12 +51,11 @@ class Storage(Protocol):
 
     @staticmethod
     def check(columns: int, rows: Sequence[int], starts: Sequence[int] = ()) -> None:
-        """Raise ValueError if matrices with so many columns and rows, which begin at rows `starts` of the checkpoint's, do not consist of
-        whole blocks."""
+        """Raise ValueError if matrices of these sizes, which begin at rows `starts` of the checkpoint's, do not consist of whole blocks."""
 
     @classmethod
     def empty(cls, rows: int, columns: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Self:
-        """Return uninitialised storage; `dtype` is the model's. ValueError as in `check`."""
+        """Return uninitialised storage; `dtype`: the model's. ValueError as in `check`."""
 
     @classmethod
     def quantized(cls, matrix_NK: torch.Tensor) -> Self:
@@ -123,12 +122,11 @@ class Place(NamedTuple):
 
 
 class Matrix:
-    """A matrix (N, K) in its current format. Its products are those of `products`, bound as methods: see `Products`."""
+    """A matrix (N, K) in its current format, with the methods of its `Products`."""
 
     def __init__(self, storage: Any, format: MatrixFormat, backend: str, count: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.storage, self._format, self._backend, self._count = storage, format, backend, count
+        self.storage, self._format, self._backend, self._count = storage, format.stored, backend, count
         self._loaded, self._dtype = format, dtype
-        self._is_open = False  # `storage` is what `finish` converts, not what products read
         self._is_converted = False  # whether `finish` has converted it
         self.bind(products_of(format.stored, backend)(storage, count))
 
@@ -150,7 +148,12 @@ class Matrix:
 
     @property
     def format(self) -> Format:
-        return self._format.stored
+        return self._format
+
+    @property
+    def _is_open(self) -> bool:
+        """Return whether `storage` is what `finish` converts, not what products read."""
+        return self.storage is not self.products.matrix
 
     @property
     def shape(self) -> torch.Size:
@@ -169,9 +172,10 @@ class Matrix:
         made = self.storage if final == self._loaded.stored else self.storage.in_format(final)
         products = products_of(final, self._backend)(made, self._count).finished()
         if self._is_open:
-            copy_values(self.products.matrix, products.matrix)
+            for old, new in zip(self.products.matrix.stored, products.matrix.stored, strict=True):
+                old.tensor.copy_(new.tensor)
         elif products.matrix is not self.storage:
-            self._is_converted, self._format = True, MatrixFormat(final, final)
+            self._is_converted, self._format = True, final
             self.bind(products)
         self.close()
 
@@ -180,17 +184,11 @@ class Matrix:
         if self._is_converted:
             assert not self._is_open and self.storage.stored
             rows, columns = self.storage.shape
-            self.storage, self._is_open = storage_of(self._loaded.stored).empty(rows, columns, device, self._dtype), True
+            self.storage = storage_of(self._loaded.stored).empty(rows, columns, device, self._dtype)
 
     def close(self) -> None:
         """Undo `reopen`."""
-        self.storage, self._is_open = self.products.matrix, False
-
-
-def copy_values(target: Storage, made: Storage) -> None:
-    """Copy a matrix of the same format and size in place."""
-    for old, new in zip(target.stored, made.stored, strict=True):
-        old.tensor.copy_(new.tensor)
+        self.storage = self.products.matrix
 
 
 def matrices_of(module: HasModules) -> Iterator[tuple[str, Matrix]]:
@@ -207,8 +205,8 @@ def storage_of(format: Format) -> type[Storage]:
 
 @cache
 def products_of(format: Format, backend: str) -> Callable[[Any, int], Products[Any]]:
-    """Return the class of the products. ValueError if the backend has none for the format."""
-    if (name := entry_of(format).products_of(backend)) is None:
+    """Return the class. ValueError if the backend has none for the format."""
+    if (name := entry_of(format).products.get(backend)) is None:
         raise ValueError(f"--backend {backend} has no products of {format} matrices: --backend torch has")
     products: Callable[[Any, int], Products[Any]] = imported(name)
     return products

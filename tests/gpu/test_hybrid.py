@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from models.config.huggingface import read_config
-from models.decoders.make import make_model
+from models.decoders.contract import make_model
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.backend import Backend
 from models.kernels.reference.attention import TorchAttention

@@ -37,8 +37,7 @@ from models.layers.eagle3 import Eagle3Head
 from models.layers.linear import Setup
 from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, write_model_folder
-from models.scaffold.configs import config_json, generation_config_json, image_processor_json
-from models.scaffold.video import video_processor_json
+from models.scaffold.configs import config_files
 from models.weights.matrix import Place, matrices_of
 
 H200, H100 = 139.3, 78.7  # GiB that were free on those that the figures below are of
@@ -47,10 +46,8 @@ H200, H100 = 139.3, 78.7  # GiB that were free on those that the figures below a
 @functools.cache
 def config_of(size: str, with_head: bool = False) -> ModelConfig:
     with tempfile.TemporaryDirectory() as folder:
-        for name, content in (("config", config_json(SHAPES[size])), ("generation_config", generation_config_json(SHAPES[size]))):
-            (Path(folder) / f"{name}.json").write_text(json.dumps(content))
-        (Path(folder) / "preprocessor_config.json").write_text(json.dumps(image_processor_json()))
-        (Path(folder) / "video_preprocessor_config.json").write_text(json.dumps(video_processor_json()))
+        for name, content in config_files(SHAPES[size]).items():
+            (Path(folder) / name).write_text(json.dumps(content))
         return read_config(Path(folder), with_head=with_head)
 
 

@@ -16,7 +16,7 @@ from models.checkpoint.update import InMemory
 from models.config.huggingface import read_config
 from models.config.types import ModelConfig
 from models.decoders.batch import ForwardBatch, VisualSlice
-from models.decoders.make import make_model
+from models.decoders.contract import make_model
 from models.decoders.qwen3_vl import Qwen3VL
 from models.kernels.backend import Backend
 from models.kernels.ops import StateRows

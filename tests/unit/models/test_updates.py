@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from models.checkpoint.load import load_weights, opened
 from models.checkpoint.update import InMemory, WeightUpdate
 from models.config.huggingface import read_config
-from models.decoders.make import make_model
+from models.decoders.contract import make_model
 from models.decoders.qwen3_vl import Qwen3VL
 from models.parallel.group import TensorParallel
 from models.scaffold import SHAPES, Shape, write_model_folder
