@@ -227,13 +227,11 @@ def eager_attention(pools: Sequence[KVPool], num_heads: int, tiles: AttentionTil
     """Return attention for any mix of rows, outside CUDA graphs."""
     kernel = PagedKernel(pools, num_heads, tiles)
 
-    def make(layout: AttentionLayout) -> PagedAttention:
+    def choose(layout: AttentionLayout) -> Sequence[Piece]:
         num_prefill = int(layout.qo_indptr_cpu[layout.num_prefill_rows])
-        is_few = num_prefill <= MAX_SPLIT_TOKENS
-        pieces: list[Piece] = [FewTokens(kernel, 0)] if is_few else [Chunks(kernel), FewTokens(kernel, num_prefill)]
-        return PagedAttention(pools, pieces, len(layout.pages))
+        return [FewTokens(kernel, 0)] if num_prefill <= MAX_SPLIT_TOKENS else [Chunks(kernel), FewTokens(kernel, num_prefill)]
 
-    return EagerAttention(pools, make)
+    return EagerAttention(pools, choose)
 
 
 def fixed_attention_factory(pools: Sequence[KVPool], num_heads: int, tiles: AttentionTiles, max_rows: int, max_blocks: int) -> MakeFixed:

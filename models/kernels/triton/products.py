@@ -9,7 +9,7 @@ from models.kernels.ops import Experts
 from models.kernels.stream import Activation, Residual, Rounded, RowClass
 from models.kernels.triton.activations import single_of
 from models.kernels.triton.gemv import Norm
-from models.kernels.triton.moe import ExpertOperands, Room, sparse_swiglu
+from models.kernels.triton.moe import Room, sparse_swiglu
 from models.kernels.triton.text import swiglu
 from models.weights.matrix import Matrix, Products
 
@@ -20,7 +20,6 @@ class TritonProducts(Products[S]):
     """See `Products`. For bfloat16 and contiguous tensors."""
 
     has_gemv = True
-    is_float8 = False  # whether `expert_operands` are
     max_chosen = 0  # most experts of a single token that `expert_swiglu` and `expert_sum` multiply; 0: they are not available
 
     def __init__(self, matrix: S, count: int = 1) -> None:
@@ -74,12 +73,7 @@ class TritonProducts(Products[S]):
         self, x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None, room: Room | None = None
     ) -> torch.Tensor:
         """Return (S, T, D), see `Ops`, for `experts.gate_up` of these products, in `room` if given."""
-        operands = self.expert_operands, triton_products(experts.down).expert_operands
-        return sparse_swiglu(x_TD, logits_TE, experts, valid_T, *operands, self.is_float8, room or x_TD.new_empty)
-
-    def expert_operands(self, x_TX: torch.Tensor) -> ExpertOperands:
-        """Return the operands of a product with stacked experts; x holds tokens, or their choices."""
-        raise NotImplementedError
+        return sparse_swiglu(x_TD, logits_TE, experts, valid_T, room or x_TD.new_empty)
 
 
 def triton_products(matrix: Matrix) -> TritonProducts[Any]:

@@ -126,9 +126,9 @@ def test_a_single_token(width: int, inner: int, chosen: int, has_shared: bool) -
 @pytest.mark.usefixtures("_few_is_little", "_poisoned")
 @pytest.mark.parametrize(("num_tokens", "has_shared"), [(1, False), pytest.param(5, True, marks=in_gate), (40, True)])
 def test_float8(num_tokens: int, has_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from models.kernels.triton import float8
+    from models.kernels.triton import moe
 
-    monkeypatch.setattr(float8, "quantized", GroupScaled.quantized)  # the interpreter, not a GPU, loses a carry when it rounds
+    monkeypatch.setattr(moe, "quantized", GroupScaled.quantized)  # the interpreter, not a GPU, loses a carry when it rounds
     torch.manual_seed(num_tokens)
     experts = make_experts(256, 128, True, has_shared)
     x = torch.randn(num_tokens, 256) * torch.logspace(-2, 2, 256)
