@@ -15,7 +15,7 @@ from models.kernels.ops import KVPool
 from models.kernels.paged import EagerAttention, Int32s, MakeFixed, PagedAttention, Piece
 from models.kernels.triton.launch import await_previous_kernel, cdiv, kernel, num_multiprocessors
 from models.kernels.triton.tuned import AttentionTiles, Tiles
-from models.kernels.work_items import WORK_ITEM_FIELDS, max_work_items, plan_work_items, token_groups
+from models.kernels.work_items import WORK_ITEM_FIELDS, max_work_items, padded, plan_work_items, token_groups
 
 MAX_SPLIT_TOKENS = 64  # up to so many prompt tokens of a step use split-KV, as decode rows do
 COPIED = 4096  # values that a program of `_copy` copies
@@ -154,7 +154,7 @@ class PagedKernel:
 
     def num_items(self, num_groups: int) -> int:
         """Return the number of work items for so many groups of few tokens."""
-        return max_work_items(num_groups, self.kv_heads, self._num_blocks) if num_groups else 0
+        return max_work_items(num_groups, self.kv_heads, self._num_blocks)
 
     def reserve(self, num_items: int) -> None:
         """Allocate scratch memory for so many work items; call before any capture."""
@@ -211,10 +211,7 @@ class FewTokens:
         if self._num_prefill:  # its tokens and pages follow those of the prompts
             groups[:, 0] += self._num_prefill
             groups[:, 2] += int(layout.page_indptr_cpu[layout.num_prefill_rows])
-        limit = self._of.num_items(len(groups))
-        nothing = np.zeros((0, WORK_ITEM_FIELDS), dtype=np.int32)
-        items = plan_work_items(groups, min(limit, self._num_items or limit)) if len(groups) else nothing
-        return _padded(items, self._num_items)
+        return padded(plan_work_items(groups, self._of.num_items(len(groups))), self._num_items)
 
     def launch(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, plan: torch.Tensor, pages: torch.Tensor) -> None:
         if len(plan):
@@ -251,10 +248,3 @@ def _whole_items(groups: Int32s) -> Int32s:
     zeros, ones = np.zeros_like(number), np.ones_like(number)
     items = np.stack((*groups[:, :3].T, zeros, groups[:, 3], number, number, ones), axis=1)
     return items[np.argsort(-groups[:, 3], kind="stable")]
-
-
-def _padded(items: Int32s, size: int) -> Int32s:
-    """Pad to `size` work items with empty ones."""
-    padded = np.zeros((max(size, len(items)), WORK_ITEM_FIELDS), dtype=np.int32)
-    padded[: len(items)] = items
-    return padded
