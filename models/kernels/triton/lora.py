@@ -6,7 +6,6 @@ as the tokens may need, and programs of unused ones end at once.
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -27,15 +26,8 @@ WARPS = 4
 PARALLEL_TOKENS = 304  # up to here A @ x is computed in parallel with the product, which mostly waits for its matrix
 
 
-class TileShape(NamedTuple):
-    """Shape of the products of tiles when shrinking."""
-
-    tokens: int
-    columns: int
-    num_stages: int  # products whose inputs are loaded in advance
-
-
-TILE_SHAPES = ((128, TileShape(16, 256, 3)), (1 << 30, TileShape(64, 64, 5)))  # up to so many tokens
+# Up to so many tokens: tokens of a tile; when shrinking, columns of a product, and number of products whose inputs are loaded in advance.
+TILE_SHAPES = ((128, (16, 256, 3)), (1 << 30, (64, 64, 5)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +37,7 @@ class Tiles:
     tokens_X: torch.Tensor  # int32: indices of the tokens of the tiles, -1 at the end of a slot's last tile
     slots_Y: torch.Tensor  # int32: slot of each tile, ascending; the number of slots: tokens without an adapter; last, -1: unused
     used_2: torch.Tensor  # int32: number of tiles with an adapter, and of all that are used
-    shape: TileShape
+    shape: tuple[int, int, int]  # see TILE_SHAPES
 
 
 @kernel(do_not_specialize=["num_tokens", "num_tiles"])
@@ -85,7 +77,7 @@ def _tiles_of(slots: TokenSlots, num_slots: int) -> Tiles:
     if not isinstance(slots.tiles, Tiles):
         num_tokens, device = len(slots.slots_T), slots.slots_T.device
         shape = next(shape for most, shape in TILE_SHAPES if num_tokens <= most)
-        size = shape.tokens
+        size = shape[0]
         num_tiles = (num_tokens + min(num_slots + 1, num_tokens) * (size - 1)) // size
         tokens_X, slots_Y, used_2 = (torch.empty(n, dtype=torch.int32, device=device) for n in (num_tiles * size, num_tiles, 2))
         slots.tiles = tiles = Tiles(tokens_X, slots_Y, used_2, shape)
@@ -147,20 +139,6 @@ def _plus(total: tensor, low: tensor, factors: tensor, first: tensor, num_ranks:
     return tl.dot(low, tl.where((rank < num_ranks)[:, None], factors, 0.0), total, input_precision="ieee")
 
 
-@triton.jit
-def _plus_all(
-    total: tensor, low: tensor, factors: tensor, num_ranks: tensor, shrunk: tensor, b: tensor, slot: tensor, group: tensor, place: tensor,
-    row: tensor, end: tensor, num_places: tensor, OUT: constexpr, GROUPS: constexpr, RANK: constexpr, RANKS: constexpr, SPLITS: constexpr,
-    SIZE: constexpr,
-) -> tensor:  # fmt: skip
-    """Return `_plus` for all ranks; `low` and `factors` are those of the first ranks."""
-    total = _plus(total, low, factors, 0, num_ranks, RANKS)
-    for first in tl.range(RANKS, num_ranks, RANKS, num_stages=1):
-        low, factors = _factors(shrunk, b, slot, group, first, place, row, end, num_places, OUT, GROUPS, RANK, RANKS, SPLITS, SIZE)
-        total = _plus(total, low, factors, first, num_ranks, RANKS)
-    return total
-
-
 @kernel(do_not_specialize=["num_places"])
 def _expand(
     shrunk: tensor, b: tensor, tokens: tensor, slots: tensor, used: tensor, ranks: tensor, blocks: tensor, groups: tensor, product: tensor,
@@ -175,36 +153,36 @@ def _expand(
     begin = tl.multiple_of(tl.load(blocks + tl.program_id(0) * 3), ALIGNMENT)
     end = tl.multiple_of(tl.load(blocks + tl.program_id(0) * 3 + 1), ALIGNMENT)
     group, row = tl.load(blocks + tl.program_id(0) * 3 + 2), begin + tl.arange(0, ROWS)
-    group_up = tl.load(groups + begin + OUT // 2) if GATED else group
+    both = (group, tl.load(groups + begin + OUT // 2) if GATED else group)
     await_previous_kernel(OVERLAP)
     for tile in tl.range(tl.program_id(1), num_tiles, tl.num_programs(1), num_stages=1):
         inside, values = (token >= 0)[:, None] & (row < end)[None, :], product + tl.maximum(token, 0)[:, None] * stride + row[None, :]
         results = out + tl.maximum(token, 0)[:, None] * (OUT // 2 if GATED else stride) + row[None, :]
         own = tl.where(slot < NUM_SLOTS, slot, 0)
-        num_ranks = tl.load(ranks + own * GROUPS + group, slot < NUM_SLOTS, 0)
-        total = floats(values, inside)
-        low, factors = _factors(shrunk, b, own, group, 0, place, row, end, num_places, OUT, GROUPS, RANK, RANKS, SPLITS, SIZE)
-        up, low_up, factors_up, num_ranks_up = total, low, factors, num_ranks
-        if GATED:
-            num_ranks_up = tl.load(ranks + own * GROUPS + group_up, slot < NUM_SLOTS, 0)
-            up = floats(values + OUT // 2, inside)
-            low_up, factors_up = _factors(
-                shrunk, b, own, group_up, 0, place, row + OUT // 2, end + OUT // 2, num_places, OUT, GROUPS, RANK, RANKS, SPLITS, SIZE
+        loaded = ()
+        for half in tl.static_range(1 + GATED):
+            skip = half * (OUT // 2)
+            num_ranks, total = tl.load(ranks + own * GROUPS + both[half], slot < NUM_SLOTS, 0), floats(values + skip, inside)
+            low, factors = _factors(
+                shrunk, b, own, both[half], 0, place, row + skip, end + skip, num_places, OUT, GROUPS, RANK, RANKS, SPLITS, SIZE
             )
+            loaded += (num_ranks, total, low, factors)  # type: ignore[assignment]
         next_tile = tile + tl.num_programs(1)
         next_place = next_tile * SIZE + tl.arange(0, SIZE)
         slot = tl.load(slots + next_tile, next_tile < num_tiles, 0)
         token = tl.load(tokens + next_place, next_place < tl.where(next_tile < num_tiles, num_places, 0), -1)
-        total = _plus_all(
-            total, low, factors, num_ranks, shrunk, b, own, group, place, row, end, num_places, OUT, GROUPS, RANK, RANKS, SPLITS, SIZE
-        )
-        if GATED:
-            up = _plus_all(
-                up, low_up, factors_up, num_ranks_up, shrunk, b, own, group_up, place, row + OUT // 2, end + OUT // 2, num_places, OUT,
-                GROUPS, RANK, RANKS, SPLITS, SIZE,
-            )  # fmt: skip
-            total = total / (1 + tl.exp(-total)) * up
-        tl.store(results, total.to(out.dtype.element_ty), inside)
+        sums = ()
+        for half in tl.static_range(1 + GATED):
+            skip, num_ranks = half * (OUT // 2), loaded[4 * half]
+            total = _plus(loaded[4 * half + 1], loaded[4 * half + 2], loaded[4 * half + 3], 0, num_ranks, RANKS)
+            for first in tl.range(RANKS, num_ranks, RANKS, num_stages=1):
+                low, factors = _factors(
+                    shrunk, b, own, both[half], first, place, row + skip, end + skip, num_places, OUT, GROUPS, RANK, RANKS, SPLITS, SIZE
+                )
+                total = _plus(total, low, factors, first, num_ranks, RANKS)
+            sums += (total,)  # type: ignore[assignment]
+        result = sums[0] / (1 + tl.exp(-sums[0])) * sums[1] if GATED else sums[0]  # type: ignore[misc]
+        tl.store(results, result.to(out.dtype.element_ty), inside)
         place = next_place
 
 
@@ -254,7 +232,7 @@ class TritonLowRank:
             shrunk_PXR, low_rank.b_SNR, tiles.tokens_X, tiles.slots_Y, tiles.used_2, low_rank.ranks_SG, low_rank.blocks_B3,
             low_rank.groups_N, product_TN, out_TX, len(tiles.tokens_X), product_TN.stride(0), OUT=low_rank.b_SNR.shape[1],
             NUM_SLOTS=num_slots, GROUPS=groups, RANK=rank, RANKS=RANK_STEP, SPLITS=len(shrunk_PXR),
-            SIZE=tiles.shape.tokens, ROWS=BLOCK_ROWS, ALIGNMENT=low_rank.alignment, GATED=is_gated, num_warps=WARPS,
+            SIZE=tiles.shape[0], ROWS=BLOCK_ROWS, ALIGNMENT=low_rank.alignment, GATED=is_gated, num_warps=WARPS,
         )  # fmt: skip
 
     def _parallel(self, x_TK: torch.Tensor) -> AbstractContextManager[object]:

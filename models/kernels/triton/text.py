@@ -9,6 +9,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from models.kernels.ops import FLOAT8, MOST_FLOAT8, KVPool, NewHeads
+from models.kernels.stream import Normed
 from models.kernels.triton.launch import await_kernel, await_previous_kernel, cdiv, floats, kernel, power_of_2
 from models.weights.float8 import GroupScaled
 
@@ -197,21 +198,15 @@ def _parts(out: torch.Tensor | GroupScaled) -> tuple[torch.Tensor, torch.Tensor,
     return (out.padded, out.scales, True) if isinstance(out, GroupScaled) else (out, out, False)
 
 
-def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None = None) -> torch.Tensor:
-    return _launch_norm(x_TD, weight_D, eps, addends_STD, torch.empty_like(x_TD))
-
-
-def rms_norm_quantized(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None) -> GroupScaled:
-    return _launch_norm(x_TD, weight_D, eps, addends_STD, GroupScaled.empty(len(x_TD), x_TD.shape[1], x_TD.device))
-
-
-def _launch_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None, out: Out) -> Out:
-    num_addends, addends = (0, x_TD) if addends_STD is None else (len(addends_STD), addends_STD)
+def rms_norm(normed: Normed, out: Out) -> Out:
+    """Write the values of a norm to `out`, and its stream if there are parts."""
+    x_TD, parts_STD = normed.stream_TD, normed.parts_STD
+    num_addends, addends = (0, x_TD) if parts_STD is None else (len(parts_STD), parts_STD)
     assert x_TD.is_contiguous() and addends.is_contiguous() and addends.shape[-2:] == x_TD.shape
     (num_tokens, width), (values, scales, is_scaled) = x_TD.shape, _parts(out)
     if num_tokens:
         _rms_norm[(num_tokens,)](
-            x_TD, weight_D, addends, values, scales, eps, x_TD.numel(), len(values),
+            x_TD, normed.weight_D, addends, values, scales, normed.eps, x_TD.numel(), len(values),
             ADDENDS=num_addends, SCALED=is_scaled, WIDTH=width, BLOCK=power_of_2(width), num_warps=NORM_WARPS,
         )  # fmt: skip
     return out
