@@ -134,7 +134,7 @@ class Humming(TritonProducts[Any]):
         return product.float() if out_TN is None else out_TN.copy_(product)
 
     def sparse_swiglu(
-        self, x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None, room: Room | None = None
+        self, x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None, room: Room
     ) -> torch.Tensor:
         choices, down = route(logits_TE, experts, valid_T, counted=True), triton_products(experts.down)
         assert isinstance(down, Humming)
@@ -144,7 +144,7 @@ class Humming(TritonProducts[Any]):
         inner_SI = swiglu(self._of_choices(kernel, x_TD, blocks, experts.num_given))
         if kernel_down.rows != blocks.rows:
             blocks = sort(choices, kernel_down.rows, is_filled=True)
-        sum_TD = (room or x_TD.new_empty)(*x_TD.shape)
+        sum_TD = room(*x_TD.shape)
         weighted_sum(down._of_choices(kernel_down, inner_SI, blocks, 1), choices.experts_TK, choices.weights_TK, sum_TD, adds=False)
         return sum_TD[None]
 

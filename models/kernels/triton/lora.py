@@ -4,7 +4,6 @@ Once per step the tokens are grouped into tiles of one slot. Grids depend on sha
 as the tokens may need, and programs of unused ones end at once.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -201,12 +200,14 @@ class TritonLowRank:
         splits = max(1, min(splits, MOST_SPLITS, width // LEAST_SPLIT))
         assert x_TK.is_contiguous() and len(slots.slots_T) == len(x_TK) and low_rank.a_SGRK.numel() < MOST_VALUES
         shrunk_PXR = torch.empty((splits, len(tiles.tokens_X), groups * rank), dtype=torch.float32, device=x_TK.device)
-        with self._parallel(x_TK):
+        if (second := self._second(x_TK)) is not None:
+            second.wait_stream(torch.cuda.current_stream(x_TK.device))
+        with torch.cuda.stream(second):  # None: the current one
             _shrink[(splits * groups * chunks, len(tiles.slots_Y))](
                 x_TK, low_rank.a_SGRK, tiles.tokens_X, tiles.slots_Y, low_rank.ranks_SG, shrunk_PXR, len(tiles.tokens_X), WIDTH=width,
                 NUM_SLOTS=num_slots, GROUPS=groups, RANK=rank, RANKS=min(RANKS, power_of_2(rank)),
                 SPLIT_WIDTH=cdiv(cdiv(width, splits), columns) * columns, SIZE=size, COLUMNS=columns, num_warps=WARPS,
-                num_stages=num_stages, **({"OVERLAP": False} if self._is_parallel(x_TK) else {}),
+                num_stages=num_stages, **({} if second is None else {"OVERLAP": False}),
             )  # fmt: skip
         return shrunk_PXR
 
@@ -225,9 +226,8 @@ class TritonLowRank:
         tiles, num_blocks = _tiles_of(slots, num_slots), len(low_rank.blocks_B3) // (1 + is_gated)
         programs = min(len(tiles.slots_Y), max(1, EXPAND_PROGRAMS * num_multiprocessors(product_TN.device) // num_blocks))
         assert product_TN.stride(1) == 1 and low_rank.b_SNR.numel() < MOST_VALUES
-        if self._is_parallel(product_TN):
-            assert self._second_stream is not None
-            torch.cuda.current_stream(product_TN.device).wait_stream(self._second_stream)
+        if (second := self._second(product_TN)) is not None:
+            torch.cuda.current_stream(product_TN.device).wait_stream(second)
         _expand[(num_blocks, programs)](
             shrunk_PXR, low_rank.b_SNR, tiles.tokens_X, tiles.slots_Y, tiles.used_2, low_rank.ranks_SG, low_rank.blocks_B3,
             low_rank.groups_N, product_TN, out_TX, len(tiles.tokens_X), product_TN.stride(0), OUT=low_rank.b_SNR.shape[1],
@@ -235,13 +235,9 @@ class TritonLowRank:
             SIZE=tiles.shape[0], ROWS=BLOCK_ROWS, ALIGNMENT=low_rank.alignment, GATED=is_gated, num_warps=WARPS,
         )  # fmt: skip
 
-    def _parallel(self, x_TK: torch.Tensor) -> AbstractContextManager[object]:
-        """Return the context of a second stream for few tokens, which `_expand` waits for."""
-        if not self._is_parallel(x_TK):
-            return nullcontext()
-        self._second_stream = self._second_stream or torch.cuda.Stream(x_TK.device)
-        self._second_stream.wait_stream(torch.cuda.current_stream(x_TK.device))
-        return torch.cuda.stream(self._second_stream)
-
-    def _is_parallel(self, x_TK: torch.Tensor) -> bool:
-        return x_TK.device.type == "cuda" and len(x_TK) <= PARALLEL_TOKENS
+    def _second(self, x_TX: torch.Tensor) -> torch.cuda.Stream | None:
+        """Return the stream on which `shrink` runs if there are few tokens."""
+        if x_TX.device.type != "cuda" or len(x_TX) > PARALLEL_TOKENS:
+            return None
+        self._second_stream = self._second_stream or torch.cuda.Stream(x_TX.device)
+        return self._second_stream

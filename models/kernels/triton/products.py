@@ -70,10 +70,10 @@ class TritonProducts(Products[S]):
         raise NotImplementedError
 
     def sparse_swiglu(
-        self, x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None, room: Room | None = None
+        self, x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None, room: Room
     ) -> torch.Tensor:
-        """Return (S, T, D), see `Ops`, for `experts.gate_up` of these products, in `room` if given."""
-        return sparse_swiglu(x_TD, logits_TE, experts, valid_T, room or x_TD.new_empty)
+        """Return (S, T, D) in `room`, see `Ops`, for `experts.gate_up` of these products."""
+        return sparse_swiglu(x_TD, logits_TE, experts, valid_T, room)
 
 
 def triton_products(matrix: Matrix) -> TritonProducts[Any]:

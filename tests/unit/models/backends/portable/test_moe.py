@@ -50,7 +50,7 @@ def make_experts(width: int, inner: int, is_float8: bool = False, has_shared: bo
 def ours(x_TD: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None) -> torch.Tensor:
     from models.kernels.triton.products import triton_products
 
-    return triton_products(experts.gate_up).sparse_swiglu(x_TD, x_TD @ experts.router_ED.t(), experts, valid_T)
+    return triton_products(experts.gate_up).sparse_swiglu(x_TD, x_TD @ experts.router_ED.t(), experts, valid_T, x_TD.new_empty)
 
 
 def evenly(x_TD: torch.Tensor, experts: Experts) -> None:

@@ -153,7 +153,7 @@ def launch_experts(capability: int, is_float8: bool) -> None:
         for tiles in EXPERT_TILES[SHARED_BYTES[capability] < 100 << 10, is_float8]:
             num_tokens = min(tiles.num_tokens, 1000)
             real = torch.ones(num_tokens, dtype=torch.bool) if num_tokens == 1000 else None
-            gate_up.sparse_swiglu(bf16(num_tokens, 512), bf16(num_tokens, 128), experts, real)
+            gate_up.sparse_swiglu(bf16(num_tokens, 512), bf16(num_tokens, 128), experts, real, bf16)
         routing.route(bf16(1, 136), replace(experts, has_shared=True), None)
         choices = routing.route(bf16(1, 128), experts, None)
         if not is_float8:
