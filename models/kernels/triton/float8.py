@@ -86,8 +86,8 @@ class TritonFloat8(TritonProducts[BlockScaled]):
         y_TN = self.multiply(rounded(x_TX), rows)
         return y_TN if out_TN is None else out_TN.copy_(y_TN)
 
-    def activated(self, gate_up_TN: torch.Tensor) -> GroupScaled:
-        return swiglu_quantized(gate_up_TN)
+    def swiglu_of_many(self, x_TX: Activation, rows: RowClass) -> GroupScaled:
+        return swiglu_quantized(self.product_of_many(x_TX, rows, None))
 
     def add_many_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
         x_TX = rounded(x_TX)

@@ -79,11 +79,10 @@ def _tiles_of(slots: TokenSlots, num_slots: int) -> Tiles:
         size = shape[0]
         num_tiles = (num_tokens + min(num_slots + 1, num_tokens) * (size - 1)) // size
         tokens_X, slots_Y, used_2 = (torch.empty(n, dtype=torch.int32, device=device) for n in (num_tiles * size, num_tiles, 2))
-        slots.tiles = tiles = Tiles(tokens_X, slots_Y, used_2, shape)
+        slots.tiles = Tiles(tokens_X, slots_Y, used_2, shape)
         _group[(1,)](
-            slots.slots_T, tiles.tokens_X, tiles.slots_Y, tiles.used_2, num_tokens, num_tiles,
-            NUM_SLOTS=num_slots, KINDS=power_of_2(num_slots + 1), SIZE=size,
-            BLOCK=min(GROUPED_TOKENS, power_of_2(num_tokens)),
+            slots.slots_T, tokens_X, slots_Y, used_2, num_tokens, num_tiles, NUM_SLOTS=num_slots,
+            KINDS=power_of_2(num_slots + 1), SIZE=size, BLOCK=min(GROUPED_TOKENS, power_of_2(num_tokens)),
         )  # fmt: skip
     return slots.tiles
 

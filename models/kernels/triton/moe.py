@@ -25,25 +25,6 @@ TURNED_ROWS = 64  # with fewer rows, untransposed float8 products would use a wi
 
 
 @triton.jit
-def _scaled_dot(values: tensor, factor: tensor, input_scale: tensor, scale: tensor, TURNED: constexpr) -> tensor:
-    """values (R, K) times factor (K, C), with the scales of their rows and columns: (R, C), or (C, R) if TURNED."""
-    if TURNED:
-        product = tl.dot(tl.trans(factor), tl.trans(values)) * (scale[:, None] * input_scale[None, :])
-    else:
-        product = tl.dot(values, factor) * (input_scale[:, None] * scale[None, :])
-    return product
-
-
-@triton.jit
-def _column_scales(place: tensor, column: tensor, DISTANCE: constexpr) -> tensor:
-    """Load the scale at `place`; every other column uses the one at DISTANCE after it, if any."""
-    scale = tl.load(place)
-    if DISTANCE:
-        scale = tl.where(column % 2 == 0, scale, tl.load(place + DISTANCE))
-    return tl.broadcast_to(scale, column.shape)
-
-
-@triton.jit
 def _multiply(
     x: tensor, x_scales: tensor, matrices: tensor, scales: tensor, weights: tensor, out: tensor, expert: tensor, choice: tensor,
     inside: tensor, tile: tensor, num_tokens: tensor, scale_stride: tensor, GATED: constexpr, SCALED: constexpr, TURNED: constexpr,
@@ -69,8 +50,14 @@ def _multiply(
         if SCALED:
             group = step * DEPTH // 128
             input_scale = tl.load(x_scales + group * scale_stride + source, inside, 0.0)
-            scale = _column_scales(block + group, column, OUT // 256 * SCALES if GATED else 0)
-            total += _scaled_dot(values, factor, input_scale, scale, TURNED)
+            scale = tl.load(block + group)
+            if GATED:
+                scale = tl.where(column % 2 == 0, scale, tl.load(block + group + OUT // 256 * SCALES))
+            scale = tl.broadcast_to(scale, column.shape)
+            if TURNED:
+                total += tl.dot(tl.trans(factor), tl.trans(values)) * (scale[:, None] * input_scale[None, :])
+            else:
+                total += tl.dot(values, factor) * (input_scale[:, None] * scale[None, :])
         else:
             total = tl.dot(values, factor, total)
     if TURNED:

@@ -46,7 +46,7 @@ class TritonProducts(Products[S]):
         return self.gemv(x_1X, x_1X.new_empty((1, self.width // 2)), norm, gated=True)
 
     def swiglu_of_many(self, x_TX: Activation, rows: RowClass) -> torch.Tensor | Rounded:
-        return self.activated(self.product_of_many(x_TX, rows, None))
+        return swiglu(self.product_of_many(x_TX, rows, None))
 
     def add_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
         if not self.has_gemv or (single := single_of(x_TX, rows)) is None:
@@ -56,10 +56,6 @@ class TritonProducts(Products[S]):
 
     def add_many_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
         residual.add_(self.product_of_many(x_TX, rows, residual.room(len(residual.sum_TD), self.width))[None])
-
-    def activated(self, gate_up_TN: torch.Tensor) -> torch.Tensor | Rounded:
-        """Return silu(first half) * second half in the input format of the next product."""
-        return swiglu(gate_up_TN)
 
     def expert_swiglu(self, x_1D: torch.Tensor, chosen_K: torch.Tensor) -> torch.Tensor:
         """Return (K, I), silu(gate) * up of a token's chosen experts; undefined at a choice of -1."""

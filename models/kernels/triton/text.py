@@ -110,16 +110,6 @@ def _rotary_rows(
 
 
 @triton.jit
-def _squares(lower: tensor, upper: tensor, source: tensor, inside: tensor, DIM: constexpr, HALF: constexpr) -> tensor:
-    """Sum squares over each head: of its first two pieces, and of the others."""
-    squares = tl.sum(lower * lower, 1) + tl.sum(upper * upper, 1)
-    for piece in tl.static_range(2, DIM // HALF):
-        rest = floats(source + piece * HALF, inside)
-        squares += tl.sum(rest * rest, 1)
-    return squares
-
-
-@triton.jit
 def _store_heads(
     value: tensor, target: tensor, inside: tensor, pool: tensor, scale: tensor, is_cached: tensor, PLACE: constexpr, MOST: constexpr,
 ) -> None:  # fmt: skip
@@ -151,7 +141,11 @@ def _norm_rope_store(
     weight = tl.where(first < HEADS, q_weight, k_weight) if NORMED else q_weight
     if first < HEADS + KV_HEADS:
         if NORMED:
-            scale = tl.rsqrt(_squares(lower, upper, source, inside, DIM, HALF) / DIM + eps)[:, None]
+            squares = tl.sum(lower * lower, 1) + tl.sum(upper * upper, 1)
+            for piece in tl.static_range(2, DIM // HALF):
+                other = floats(source + piece * HALF, inside)
+                squares += tl.sum(other * other, 1)
+            scale = tl.rsqrt(squares / DIM + eps)[:, None]
             lower = lower * scale * tl.load(weight + pairs).to(tl.float32)
             upper = upper * scale * tl.load(weight + HALF + pairs).to(tl.float32)
         cos = tl.load(cos_sin + token * (2 * HALF) + pairs, inside, 0.0)
