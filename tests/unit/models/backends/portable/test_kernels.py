@@ -96,12 +96,9 @@ def test_norm_and_swiglu(width: int) -> None:
     assert values_of(Normed(x[:0], None, weight, 1e-3)).shape == (0, width)
     addends = torch.randn((3, *x.shape), generator=generator)
     for parts in (addends, addends[:1]):
-        ours, theirs = x.clone(), x.clone()
-        theirs += parts.sum(0)
-        expected = rms_norm(theirs, weight, 1e-3)
-        torch.testing.assert_close(values_of(Normed(ours, parts, weight, 1e-3)), expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(ours, x + parts.sum(0), rtol=1e-5, atol=1e-5)
+        ours, theirs = x.clone(), x + parts.sum(0)
+        normed = values_of(Normed(ours, parts, weight, 1e-3))
+        torch.testing.assert_close((normed, ours), (rms_norm(theirs, weight, 1e-3), theirs), rtol=1e-5, atol=1e-5)
     gate, up = gate_up.chunk(2, dim=-1)
     torch.testing.assert_close(text.swiglu(gate_up), torch.nn.functional.silu(gate) * up, rtol=1e-5, atol=1e-5)
 

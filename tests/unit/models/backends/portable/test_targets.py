@@ -97,13 +97,13 @@ def launch_text() -> None:
     from models.kernels.triton import activations, gemv, text
 
     pool = bf16(4, 16, 8, 128), bf16(4, 16, 8, 128)
-    activations.values_of(Normed(bf16(2, 4096), torch.zeros(2, 2, 4096), bf16(4096), 1e-6))
+    norm = bf16(4096), 1e-6
+    activations.values_of(Normed(bf16(2, 4096), torch.zeros(2, 2, 4096), *norm))
     text.swiglu(bf16(2, 24_576))
     slots = torch.zeros(2, dtype=torch.int64)
     text.norm_rope_store(NewHeads(bf16(2, 48 * 128), bf16(128), bf16(128), 1e-6, torch.zeros(2, 128), slots), pool)
     text.norm_rope_store(NewHeads(bf16(2, 48 * 128), None, None, 0.0, torch.zeros(2, 128), slots), pool)
     text.rotary_rows(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(64, dtype=torch.int64), torch.zeros(64))
-    norm = bf16(4096), 1e-6
     gemv.gemv(bf16(1, 4096), bf16(6144, 4096), bf16(1, 6144), norm)
     gemv.gemv(bf16(1, 4096), bf16(128, 4096), bf16(1, 128), norm, normed_1D=bf16(1, 4096))
     gemv.gemv(bf16(1, 4096), bf16(24_576, 4096), bf16(1, 12_288), norm, gated=True)
@@ -131,7 +131,7 @@ def launch_float8() -> None:
     text.quantized(bf16(2, 4096))
     for num_tokens in (1, 100, 1000):
         x, weight = GroupScaled.empty(num_tokens, 4096, torch.device("cpu")), BlockScaled.empty(256, 4096, torch.device("cpu"))
-        float8.multiply(x, weight, torch.bfloat16)
+        float8.multiply(x, weight)
         if num_tokens <= float8.MOST_TOKENS:
             float8.multiply_in_parts(x, weight, torch.empty)
 
