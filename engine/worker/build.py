@@ -144,7 +144,7 @@ def load(child: Child, model_config: ModelConfig, rank: int, device: torch.devic
     num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
     sizes = sizes_for(model_config, step_sizes(backend.name, num_multiprocessors))
     compile = partial(backend.load, text.heads(config.tp), model_config.vision_head_dim)
-    kernels = meanwhile(device, "compilation and check of kernels", compile)
+    kernels = meanwhile(device, "compilation of kernels", compile)
     sampling = meanwhile(device, "warm-up of sampling", partial(make_sampler, child, model_config, backend, sizes, rank))
     decoder = backend.jpeg_decoder(config.processing_pool_size)
     warm = meanwhile(device, "warm-up of the image decoder", partial(warm_up, decoder))

@@ -30,8 +30,7 @@ class Backend(Protocol):
         """Return whether this device supports products with matrices of the format."""
 
     def load(self, heads: Heads, vision_head_dim: int) -> None:
-        """Compile and check the kernels for these heads; `vision_head_dim` is 0 without a tower. RuntimeError if a compiler fails or a
-        kernel computes wrong results."""
+        """Compile the CUDA kernels for these heads; `vision_head_dim` is 0 without a tower. RuntimeError if the compiler fails."""
 
     def attention(self, pools: Sequence[KVPool], num_heads: int) -> AttentionBackend:
         """Return attention for any mix of rows; `num_heads` are this rank's query heads. ValueError for unknown shapes."""

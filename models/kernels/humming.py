@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from models.config.schemes import Scheme
 from models.kernels.ops import Experts
 from models.kernels.stream import Activation, RowClass
 from models.kernels.triton.activations import values_of
@@ -62,14 +61,12 @@ def _compiling(config: Any, device: torch.device, is_indexed: bool, sizes: tuple
 
 @dataclass(frozen=True)
 class HummingMatrix:
-    """A matrix (N, K), or `count` stacked ones, as humming's kernels read it: `tensors` are arguments of its launches by name, `config` is
+    """A matrix (N, K), or stacked ones, as humming's kernels read it: `tensors` are arguments of its launches by name, `config` is
     the library's description. Rows and columns are padded to a multiple of TILE; inputs and products are not."""
 
-    scheme: Scheme
     config: Any
     tensors: dict[str, torch.Tensor]
     shape: torch.Size
-    count: int
 
     @property
     def stored(self) -> tuple[Stored, ...]:
@@ -92,7 +89,7 @@ class HummingMatrix:
             library_tensors(matrix, count), rows // count, columns, schema, num_experts=count if count > 1 else None,
             pad_n_to_multiple=TILE, pad_k_to_multiple=TILE, torch_dtype=torch.bfloat16, device=matrix.codes.device,
         )  # fmt: skip
-        return cls(scheme, config, tensors, matrix.shape, count)
+        return cls(config, tensors, matrix.shape)
 
 
 def library_tensors(matrix: LowBit, count: int) -> dict[str, torch.Tensor]:
@@ -134,7 +131,7 @@ class Humming(TritonProducts[Any]):
         return product.float() if out_TN is None else out_TN.copy_(product)
 
     def sparse_swiglu(
-        self, x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None, room: Room | None = None
+        self, x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None, room: Room
     ) -> torch.Tensor:
         choices, down = route(logits_TE, experts, valid_T, counted=True), triton_products(experts.down)
         assert isinstance(down, Humming)
@@ -144,7 +141,7 @@ class Humming(TritonProducts[Any]):
         inner_SI = swiglu(self._of_choices(kernel, x_TD, blocks, experts.num_given))
         if kernel_down.rows != blocks.rows:
             blocks = sort(choices, kernel_down.rows, is_filled=True)
-        sum_TD = (room or x_TD.new_empty)(*x_TD.shape)
+        sum_TD = room(*x_TD.shape)
         weighted_sum(down._of_choices(kernel_down, inner_SI, blocks, 1), choices.experts_TK, choices.weights_TK, sum_TD, adds=False)
         return sum_TD[None]
 

@@ -85,23 +85,16 @@ class PagedAttention:
         return out_THK
 
 
-class EagerAttention:
-    """See `AttentionBackend`: for any mix of rows, outside CUDA graphs. `make` chooses the pieces of a step."""
+class EagerAttention(PagedAttention):
+    """Attention for any mix of rows, outside CUDA graphs: `choose` returns the pieces of a step."""
 
-    def __init__(self, pools: Sequence[KVPool], make: Callable[[AttentionLayout], PagedAttention]) -> None:
-        self._pools, self.make = pools, make
-        self._planned: PagedAttention | None = None
+    def __init__(self, pools: Sequence[KVPool], choose: Callable[[AttentionLayout], Sequence[Piece]]) -> None:
+        super().__init__(pools, [], max_pages=0)
+        self.choose = choose
 
     def plan(self, layout: AttentionLayout) -> None:
-        self._planned = self.make(layout)
-        self._planned.plan(layout)
-
-    def pool(self, layer: int) -> KVPool:
-        return self._pools[layer]
-
-    def run(self, layer: int, q_THK: torch.Tensor) -> torch.Tensor:
-        assert self._planned is not None
-        return self._planned.run(layer, q_THK)
+        self._pieces, self.max_pages = self.choose(layout), len(layout.pages)
+        super().plan(layout)
 
 
 MakeFixed = Callable[[int], PagedAttention]  # by decode rows

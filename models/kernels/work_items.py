@@ -50,6 +50,11 @@ def cut(lengths: npt.NDArray[Any], size: int) -> tuple[npt.NDArray[Any], ...]:
     return row, before, np.minimum(lengths[row] - before, size)
 
 
+def padded(items: Int32s, size: int) -> Int32s:
+    """Pad to `size` work items with empty ones."""
+    return np.concatenate((items, np.zeros((max(0, size - len(items)), WORK_ITEM_FIELDS), dtype=np.int32)))
+
+
 def plan_work_items(groups: Int32s, limit: int) -> Int32s:
     """Return at most `limit` work items (W, WORK_ITEM_FIELDS), longest first, at most MAX_PARTS per group. `limit` must exceed the
     number of groups.

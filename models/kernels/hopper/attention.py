@@ -19,18 +19,16 @@ def eager_attention(pools: Sequence[KVPool], num_heads: int, portable: EagerAtte
     """Return attention for any mix of rows, outside CUDA graphs. `portable` computes steps with too many pages to copy."""
     prefill, split = PrefillKernel(pools, num_heads), SplitKernel(pools, num_heads)
 
-    def make(layout: AttentionLayout) -> PagedAttention:
+    def choose(layout: AttentionLayout) -> Sequence[Piece]:
         num_tokens, num_all = (int(layout.qo_indptr_cpu[row]) for row in (layout.num_prefill_rows, -1))
-        num_short, num_pages, pieces = num_all - num_tokens, int(layout.page_indptr_cpu[layout.num_prefill_rows]), list[Piece]()
+        num_short, num_pages = num_all - num_tokens, int(layout.page_indptr_cpu[layout.num_prefill_rows])
         if num_tokens <= MAX_SPLIT_TOKENS:
-            pieces = [Split(split, num_short + max_token_groups(num_tokens, layout.num_prefill_rows, split.group_tokens))]
-        elif portable is not None and num_pages > prefill.most_pages:
-            return portable.make(layout)
-        else:
-            pieces = [Prefill(prefill, num_tokens, num_pages), *([Split(split, num_short, num_tokens)] if num_short else [])]
-        return PagedAttention(pools, pieces, len(layout.pages))
+            return [Split(split, num_short + max_token_groups(num_tokens, layout.num_prefill_rows, split.group_tokens))]
+        if portable is not None and num_pages > prefill.most_pages:
+            return portable.choose(layout)
+        return [Prefill(prefill, num_tokens, num_pages), *([Split(split, num_short, num_tokens)] if num_short else [])]
 
-    return EagerAttention(pools, make)
+    return EagerAttention(pools, choose)
 
 
 def fixed_attention_factory(pools: Sequence[KVPool], num_heads: int, max_rows: int, max_blocks: int, is_fusable: bool = True) -> MakeFixed:

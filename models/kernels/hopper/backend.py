@@ -30,7 +30,6 @@ class HopperBackend(PortableBackend):
 
     def load(self, heads: Heads, vision_head_dim: int) -> None:
         load_kernels(heads.dim if hopper_takes(heads) else NO_HEADS, vision_head_dim)
-        super().load(heads, vision_head_dim)
 
     def attention(self, pools: Sequence[KVPool], num_heads: int) -> EagerAttention:
         if not takes(pools, num_heads):

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from models.cache.layout import AttentionLayout
@@ -11,7 +10,7 @@ from models.kernels.hopper.tile_plan import num_blocks_of
 from models.kernels.ops import FLOAT8, KVPool
 from models.kernels.paged import Int32s
 from models.kernels.triton.launch import num_multiprocessors
-from models.kernels.work_items import WORK_ITEM_FIELDS, group_tokens, max_work_items, plan_work_items, token_groups
+from models.kernels.work_items import group_tokens, max_work_items, padded, plan_work_items, token_groups
 
 BLOCKS = 3  # concurrent blocks of the kernel per multiprocessor
 
@@ -63,19 +62,18 @@ class Split:
         self._num_items = of.num_items(num_groups)
 
     def plan(self, layout: AttentionLayout, before: Sequence[Int32s]) -> Int32s:
-        """Return the work items (W, WORK_ITEM_FIELDS), padded."""
+        """Return the work items, padded."""
         of, first_page, num_taken = self._of, 0, 0
         if self._num_prefill:
             first_page = int(layout.page_indptr_cpu[layout.num_prefill_rows])  # both kernels read the same list
             layout, num_taken = layout.decode_rows(), num_blocks_of(before[-1])
         groups = token_groups(layout, of.group_tokens)
         groups[:, 2] += first_page
-        items = np.zeros((self._num_items, WORK_ITEM_FIELDS), dtype=np.int32)
-        planned = plan_work_items(groups, of.num_items(len(groups), num_taken))
-        items[: len(planned)] = planned
-        return items
+        return padded(plan_work_items(groups, of.num_items(len(groups), num_taken)), self._num_items)
 
     def launch(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, plan: torch.Tensor, pages: torch.Tensor) -> None:
         of, own, overlaps = self._of, slice(self._num_prefill, None), self._num_prefill > 0
-        buffers = plan, pages, of.partials_WGHK, of.sums_WGH, of.arrivals_WN
-        of.kernel.run(q_THK[own], *of.slots[layer], out_THK[own], *buffers, of.page_size, of.scale, overlaps)
+        of.kernel.run(
+            q_THK[own], *of.slots[layer], out_THK[own], plan, pages, of.partials_WGHK, of.sums_WGH, of.arrivals_WN, of.page_size, of.scale,
+            overlaps,
+        )  # fmt: skip

@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(32 * kWarps) multiply_token(Params const param
     __syncwarp();
     UNROLL for (int j = 0; j < kChunk / kGroup; ++j) {
       if (column + j * kGroup >= params.width) break;
-      float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
+      float c[4]{}, d[4]{};
       UNROLL for (int k = 0; k < kGroup / kStep; ++k) {
         int const at = j * kGroup + k * kStep;
         multiply_step(c, d, *as<uint4>(weights + at), *as<uint4>(weights + at + kHalf * kPitch), inputs + at);
@@ -159,7 +159,7 @@ struct Tile {
       UNROLL for (int i = 0; i < kPrefetched; ++i) {
         int const step = start + i;
         if (step >= end) break;
-        float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
+        float c[4]{}, d[4]{};
         multiply_step(c, d, a[i], b[i], token + step * kStep + lane % 4 * 16);
         load(i, step + kPrefetched);
         int const group = step / (kGroup / kStep);

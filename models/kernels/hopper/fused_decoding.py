@@ -7,7 +7,7 @@ import torch
 
 from models.cache.layout import AttentionLayout
 from models.kernels.hopper.compile import FUSED_HEAD_DIM, load_kernel
-from models.kernels.hopper.tuned import ANY_SPLITS, FUSED_ROWS, WHOLE_GPU, Cluster, fused_cluster
+from models.kernels.hopper.tuned import ANY_SPLITS, FUSED_ROWS, WHOLE_GPU, fused_cluster
 from models.kernels.ops import KVPool, NewHeads
 from models.kernels.paged import Int32s, PagedAttention
 from models.kernels.triton.launch import num_multiprocessors
@@ -21,7 +21,7 @@ class FusedDecoding(PagedAttention):
         self._num_heads, self._num_rows = num_heads, num_rows
         self._page_size, kv_heads, head_dim = pools[0][0].shape[1:]
         self._kernel = load_kernel("fused_decoding", head_dim)
-        self._cluster: Cluster = fused_cluster(kv_heads, num_heads // kv_heads)
+        self._cluster = fused_cluster(kv_heads, num_heads // kv_heads)
 
     @staticmethod
     def takes(pools: Sequence[KVPool], num_heads: int, num_rows: int) -> bool:
@@ -30,7 +30,7 @@ class FusedDecoding(PagedAttention):
         kv_heads, head_dim = keys.shape[2:]
         if num_rows > FUSED_ROWS or head_dim != FUSED_HEAD_DIM:
             return False
-        return fused_cluster(kv_heads, num_heads // kv_heads).splits <= ANY_SPLITS or num_multiprocessors(keys.device) >= WHOLE_GPU
+        return fused_cluster(kv_heads, num_heads // kv_heads)[0] <= ANY_SPLITS or num_multiprocessors(keys.device) >= WHOLE_GPU
 
     def plan_arrays(self, layout: AttentionLayout) -> tuple[Int32s, ...]:
         """Return (R, 2): the number of a row's keys including the new one, and the start of its pages, 0 for the first row."""
@@ -41,7 +41,8 @@ class FusedDecoding(PagedAttention):
         qkv_THK = heads.qkv_TX.unflatten(1, (-1, FUSED_HEAD_DIM))
         out_THK = qkv_THK.new_empty((len(qkv_THK), self._num_heads, FUSED_HEAD_DIM))
         keys, values = (pool.flatten(0, 1) for pool in self._pools[layer])
-        norms = heads.q_weight_K, heads.k_weight_K, heads.eps
-        plan = *self._plans, self._pages, out_THK, self._page_size, *self._cluster
-        self._kernel.run(qkv_THK, keys, values, *plan, *norms, heads.cos_sin_TK, heads.slots_T)
+        self._kernel.run(
+            qkv_THK, keys, values, *self._plans, self._pages, out_THK, self._page_size, *self._cluster, heads.q_weight_K, heads.k_weight_K,
+            heads.eps, heads.cos_sin_TK, heads.slots_T,
+        )  # fmt: skip
         return out_THK

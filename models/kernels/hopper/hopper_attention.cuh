@@ -248,7 +248,7 @@ DEVICE void store(typename Work::Params const& params, Work const& work, Softmax
   BFloat16* const targets[2] = {work.place(params, get<0>(places(0))), work.place(params, get<0>(places(2)))};
   UNROLL for (int i = 0; i < size(values); i += 2) {
     if (targets[i / 2 % 2] == nullptr) continue;
-    *reinterpret_cast<__nv_bfloat162*>(targets[i / 2 % 2] + get<1>(places(i))) =
+    *as<__nv_bfloat162>(targets[i / 2 % 2] + get<1>(places(i))) =
         __floats2bfloat162_rn(values(i) * factor[i / 2 % 2], values(i + 1) * factor[i / 2 % 2]);
   }
 }
@@ -369,7 +369,7 @@ DEVICE void consume(typename Work::Params const& params, Shared& shared, Pipelin
 template <typename Work>
 __global__ void __launch_bounds__(kThreads, 1) attend(CUTE_GRID_CONSTANT typename Work::Params const params) {
   extern __shared__ __align__(1024) char memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  Shared& shared = *as<Shared>(memory);
   if (blockIdx.x >= params.plan.num_blocks()) return;
   Pipelines pipelines(shared);
   start();  // not earlier: a concurrent kernel relies on the completion of all kernels before this one

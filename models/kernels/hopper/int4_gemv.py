@@ -3,7 +3,7 @@
 import torch
 
 from models.kernels.hopper.compile import NO_HEADS, load_kernel
-from models.kernels.humming import Humming, HummingMatrix
+from models.kernels.humming import Humming
 from models.kernels.triton.gemv import Norm
 from models.kernels.triton.moe import weighted_sum
 from models.weights.low_bit import LowBit
@@ -12,34 +12,30 @@ GROUPS = (32, 64, 128)
 ROWS, COLUMNS = 64, 128  # of a tile
 
 
-def _run(
-    x_KX: torch.Tensor, matrix: HummingMatrix, out_KN: torch.Tensor, norm: Norm | None = None, gated: bool = False, adds: bool = False,
-    chosen_K: torch.Tensor | None = None, is_chosen_early: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """Multiply by the matrix, or by each of several `chosen_K` (int32), of which -1 leaves the result undefined. `is_chosen_early`: the
-    previous kernel has not written them."""
-    (norm_weight, eps), kernel, tensors = norm or (None, 0.0), load_kernel("int4_gemv", NO_HEADS), matrix.tensors
-    weight, scales, zeros = tensors["weight"], tensors["weight_scale"].flatten(0, -2), tensors.get("zero_point")
-    groups = len(scales) // matrix.count
-    kernel.run(x_KX, norm_weight, eps, weight, scales, groups, zeros, chosen_K, is_chosen_early, out_KN, gated, adds)
-    return out_KN
-
-
 class HopperInt4(Humming):
     """See `TritonProducts`: our kernel for a single token, the library's for several."""
 
     has_gemv = True
     max_chosen = 1 << 30
 
-    def gemv(self, x_1X: torch.Tensor, out_1N: torch.Tensor, norm: Norm | None, gated: bool = False, adds: bool = False) -> torch.Tensor:
-        return _run(x_1X, self.matrix, out_1N, norm, gated, adds)
+    def gemv(
+        self, x_1X: torch.Tensor, out: torch.Tensor, norm: Norm | None, gated: bool = False, adds: bool = False,
+        chosen_K: torch.Tensor | None = None, is_chosen_early: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        """See `TritonProducts`; with `chosen_K` (int32), by the matrix of each of these experts, where -1 leaves the result undefined, of
+        one x or of one for each. `is_chosen_early`: the previous kernel has not written them."""
+        (norm_weight, eps), kernel, tensors = norm or (None, 0.0), load_kernel("int4_gemv", NO_HEADS), self.matrix.tensors
+        weight, scales, zeros = tensors["weight"], tensors["weight_scale"].flatten(0, -2), tensors.get("zero_point")
+        groups = len(scales) // self.count
+        kernel.run(x_1X, norm_weight, eps, weight, scales, groups, zeros, chosen_K, is_chosen_early, out, gated, adds)
+        return out
 
     def expert_swiglu(self, x_1D: torch.Tensor, chosen_K: torch.Tensor) -> torch.Tensor:
-        return _run(x_1D, self.matrix, x_1D.new_empty((len(chosen_K), self.width // self.count // 2)), gated=True, chosen_K=chosen_K)
+        return self.gemv(x_1D, x_1D.new_empty((len(chosen_K), self.width // self.count // 2)), None, gated=True, chosen_K=chosen_K)
 
     def expert_sum(self, inner_KI: torch.Tensor, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool) -> None:
         parts_KD = inner_KI.new_empty((len(chosen_K), out_1D.shape[1]))
-        _run(inner_KI, self.matrix, parts_KD, chosen_K=chosen_K, is_chosen_early=True)
+        self.gemv(inner_KI, parts_KD, None, chosen_K=chosen_K, is_chosen_early=True)
         weighted_sum(parts_KD, chosen_K[None], weights_K[None], out_1D, adds)
 
 

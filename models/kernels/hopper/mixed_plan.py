@@ -17,7 +17,8 @@ def prefill_blocks(layout: AttentionLayout, tiles: Int32s, kv_heads: int, tile_k
     items = kv_heads * len(costs) / blocks
     whole = np.maximum(np.where(items > MANY, items, np.ceil(items)) * costs.mean(), costs.max())
     prompts = np.minimum(whole, items * costs.mean() + TILES_TO_START + TILES_TO_MERGE)  # the second if some are cut
-    decodes = kv_heads * int(layout.kv_lens_cpu[layout.num_prefill_rows :].sum()) / mixed.keys_per_tile
-    times = np.maximum(prompts, decodes / np.clip(num_blocks - blocks, 1, mixed.enough * num_blocks))
-    times[-1] = prompts[-1] + decodes / (mixed.enough * num_blocks)
+    keys_per_tile, enough = mixed
+    decodes = kv_heads * int(layout.kv_lens_cpu[layout.num_prefill_rows :].sum()) / keys_per_tile
+    times = np.maximum(prompts, decodes / np.clip(num_blocks - blocks, 1, enough * num_blocks))
+    times[-1] = prompts[-1] + decodes / (enough * num_blocks)
     return num_blocks if times[-1] <= times.min() else int(times.argmin()) + 1

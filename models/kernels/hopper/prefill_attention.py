@@ -8,7 +8,7 @@ from models.cache.layout import AttentionLayout
 from models.kernels.heads import HOPPER_GROUPS
 from models.kernels.hopper.compile import load_kernel
 from models.kernels.hopper.mixed_plan import prefill_blocks
-from models.kernels.hopper.tile_plan import PartMemory, plan_items
+from models.kernels.hopper.tile_plan import part_memory, plan_items
 from models.kernels.ops import FLOAT8, KVPool
 from models.kernels.paged import Int32s
 from models.kernels.triton.launch import num_multiprocessors
@@ -32,7 +32,7 @@ class PrefillKernel:
             raise ValueError(f"the page size must be a power of two, at least {MIN_PAGE} tokens, got {self.page_size}")
         self.kernel, self.scale = load_kernel("prefill_attention", head_dim), head_dim**-0.5
         self.num_blocks = num_multiprocessors(k_pool.device)
-        self.memory = PartMemory.allocate(self.kernel, self.num_blocks, k_pool.device)
+        self.memory = part_memory(self.kernel, self.num_blocks, k_pool.device)
         self.pools, self.copies, self.most_pages = pools, list[KVPool](), 1 << 31
         if k_pool.dtype == FLOAT8:
             self.most_pages = COPY_BYTES // (4 * k_pool[0].numel())
@@ -61,5 +61,4 @@ class Prefill:
         for copies in of.copies:
             copy_pages(of.pools[layer], copies, pages[: self._num_pages])
             pages = of.numbers
-        buffers = plan, of.memory.parts, of.memory.arrivals, pages
-        of.kernel.run(q_THK[own], *of.slots[layer], out_THK[own], *buffers, of.page_size, of.num_blocks, of.scale)
+        of.kernel.run(q_THK[own], *of.slots[layer], out_THK[own], plan, *of.memory, pages, of.page_size, of.num_blocks, of.scale)

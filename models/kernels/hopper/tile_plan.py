@@ -1,7 +1,6 @@
 """Tile scheduler of `hopper_attention.cuh`: tiles of queries are assigned to blocks in rounds; those of the last round are split along the
 keys, so that no block idles."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,20 +16,11 @@ ITEM_FIELDS = 12  # int32: three aligned pieces of 16 bytes
 MAX_ROUNDS = 4  # maximum rounds that splitting adds to a block
 
 
-@dataclass(frozen=True, slots=True)
-class PartMemory:
-    """Memory for partial results, shared by kernels on one stream. `arrivals` are zero before and after."""
-
-    parts: torch.Tensor
-    arrivals: torch.Tensor
-
-    @classmethod
-    def allocate(cls, kernel: Any, num_blocks: int, device: torch.device) -> "PartMemory":
-        count = 2 * num_blocks  # upper bound: one cut at the end of each share and of each item
-        return cls(
-            parts=torch.empty((count, kernel.part_floats()), device=device),
-            arrivals=torch.zeros((count, kernel.part_arrivals()), dtype=torch.int32, device=device),
-        )
+def part_memory(kernel: Any, num_blocks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for partial results, shared by kernels on one stream, and their arrivals, which are zero before and after."""
+    count = 2 * num_blocks  # upper bound: one cut at the end of each share and of each item
+    parts = torch.empty((count, kernel.part_floats()), device=device)
+    return parts, torch.zeros((count, kernel.part_arrivals()), dtype=torch.int32, device=device)
 
 
 def plan_items(tiles: Int32s, num_heads: int, tile_keys: int, num_blocks: int) -> Int32s:

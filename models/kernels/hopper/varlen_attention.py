@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from models.kernels.hopper.compile import load_kernel
-from models.kernels.hopper.tile_plan import ITEM_FIELDS, PartMemory, plan_items
+from models.kernels.hopper.tile_plan import ITEM_FIELDS, part_memory, plan_items
 from models.kernels.triton.launch import num_multiprocessors
 from models.kernels.triton.tower import rotate_
 from models.kernels.varlen import varlen_tiles
@@ -33,8 +33,8 @@ class HopperVarlen:
         return load_kernel("varlen_attention", self._head_dim)
 
     @cached_property
-    def _memory(self) -> PartMemory:
-        return PartMemory.allocate(self._kernel, self._num_blocks, self._device)
+    def _memory(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return part_memory(self._kernel, self._num_blocks, self._device)
 
     def plan(self, lengths: Sequence[int]) -> None:
         staged = self._stage(tuple(lengths))
@@ -48,6 +48,5 @@ class HopperVarlen:
         rotate_(kvq_P3HK, cos_sin_PK)
         k_PHK, v_PHK, q_PHK = kvq_P3HK.unbind(1)
         out_PD = kvq_P3HK.new_empty((len(kvq_P3HK), q_PHK.shape[1] * q_PHK.shape[2]))
-        plan = self._items, self._memory.parts, self._memory.arrivals
-        self._kernel.run(q_PHK, k_PHK, v_PHK, out_PD, *plan, self._num_blocks, self._scale)
+        self._kernel.run(q_PHK, k_PHK, v_PHK, out_PD, self._items, *self._memory, self._num_blocks, self._scale)
         return out_PD

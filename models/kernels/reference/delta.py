@@ -1,5 +1,7 @@
 """Gated DeltaNet in plain torch, row by row: the reference."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -34,10 +36,10 @@ def delta_rule_(heads: DeltaHeads, state: DeltaState, rows: StateRows) -> torch.
         tokens = q_HTK * key_dim**-0.5, k_HTK, v_HTV, decay_HT, b_HT.sigmoid()
         memory_HKV, num_kept = state.recurrent_RHKV[row], num_again + num_new
         first, drafts = zip(*(x.tensor_split((num_kept,), dim=1) for x in tokens), strict=True)
-        o_HTV, after_HKV = (chunked if is_prompt else recurrent)(*[*first, memory_HKV])
+        o_HTV, after_HKV = (chunked if is_prompt else recurrent)(first, memory_HKV)
         memory_HKV.copy_(after_HKV)
         if num_new < end - start:
-            o_HTV = torch.cat((o_HTV, recurrent(*[*drafts, memory_HKV])[0]), dim=1)
+            o_HTV = torch.cat((o_HTV, recurrent(drafts, memory_HKV)[0]), dim=1)
         out_THV[start:end] = o_HTV[:, num_again:].transpose(0, 1).to(out_THV.dtype)
     return gated_norm(out_THV, z_TX, heads.norm_V, heads.eps)
 
@@ -49,10 +51,10 @@ def gated_norm(o_THV: torch.Tensor, z_TX: torch.Tensor, weight_V: torch.Tensor, 
     return (normed_THV.flatten(1) * F.silu(z_TX.float())).to(z_TX.dtype)
 
 
-def recurrent(
-    q_HTK: torch.Tensor, k_HTK: torch.Tensor, v_HTV: torch.Tensor, g_HT: torch.Tensor, beta_HT: torch.Tensor, memory_HKV: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs (H, T, V) and the state after the last token, in float32, rounded to the given one's type after each token."""
+def recurrent(tokens: Sequence[torch.Tensor], memory_HKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return outputs (H, T, V) and the state after the last token, in float32, rounded to the given one's type after each token. Of the
+    tokens: queries and keys (H, T, K), values (H, T, V), g and beta (H, T)."""
+    q_HTK, k_HTK, v_HTV, g_HT, beta_HT = tokens
     outputs, dtype, memory_HKV = [], memory_HKV.dtype, memory_HKV.float()
     for t in range(q_HTK.shape[1]):
         q_HK1, k_HK1 = q_HTK[:, t, :, None], k_HTK[:, t, :, None]
@@ -63,15 +65,13 @@ def recurrent(
     return torch.stack(outputs, dim=1), memory_HKV
 
 
-def chunked(
-    q_HTK: torch.Tensor, k_HTK: torch.Tensor, v_HTV: torch.Tensor, g_HT: torch.Tensor, beta_HT: torch.Tensor, memory_HKV: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def chunked(tokens: Sequence[torch.Tensor], memory_HKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `recurrent` by matrix products. Within a chunk, with G the sums of g, changes U solve a triangular system:
 
     (I + L) U = beta (V - e^G K S), L = beta_i e^(G_i - G_j) k_i k_j for j < i; then O = e^G Q S + [e^(G_i - G_j) q_i k_j for j <= i] U.
     """
     outputs, memory_HKV = [], memory_HKV.float()
-    for q, k, v, g, beta in zip(*(x.split(DELTA_CHUNK, dim=1) for x in (q_HTK, k_HTK, v_HTV, g_HT, beta_HT)), strict=True):
+    for q, k, v, g, beta in zip(*(x.split(DELTA_CHUNK, dim=1) for x in tokens), strict=True):
         sums_HT = g.cumsum(1)
         later = torch.ones(g.shape[1], g.shape[1], dtype=torch.bool, device=g.device).triu(1)
         decay_HTT = (sums_HT[:, :, None] - sums_HT[:, None]).masked_fill(later, -torch.inf).exp()

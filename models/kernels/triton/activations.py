@@ -4,7 +4,7 @@ import torch
 
 from models.kernels.stream import Activation, Normed, RowClass
 from models.kernels.triton.gemv import Norm
-from models.kernels.triton.text import quantized, rms_norm, rms_norm_quantized
+from models.kernels.triton.text import quantized, rms_norm
 from models.weights.float8 import GroupScaled
 
 
@@ -25,14 +25,15 @@ def single_of(x_TX: Activation, rows: RowClass) -> tuple[torch.Tensor, Norm | No
 
 def values_of(x_TX: Activation) -> torch.Tensor:
     if isinstance(x_TX, Normed):
-        return rms_norm(x_TX.stream_TD, x_TX.weight_D, x_TX.eps, x_TX.parts_STD)
+        return rms_norm(x_TX, torch.empty_like(x_TX.stream_TD))
     assert isinstance(x_TX, torch.Tensor)
     return x_TX
 
 
 def rounded(x_TX: Activation) -> GroupScaled:
     if isinstance(x_TX, Normed):
-        return rms_norm_quantized(x_TX.stream_TD, x_TX.weight_D, x_TX.eps, x_TX.parts_STD)
+        stream_TD = x_TX.stream_TD
+        return rms_norm(x_TX, GroupScaled.empty(len(stream_TD), stream_TD.shape[1], stream_TD.device))
     if isinstance(x_TX, torch.Tensor):
         return quantized(x_TX)
     assert isinstance(x_TX, GroupScaled)

@@ -14,11 +14,13 @@ from triton.language import constexpr, tensor
 
 from models.kernels.ops import DELTA_CHUNK, DeltaHeads, DeltaState, StateRows
 from models.kernels.triton.launch import await_kernel, await_previous_kernel, cdiv, floats, kernel, power_of_2
-from models.kernels.triton.tuned import DELTA, DeltaTiles
 
 # Rows and starts are slices of a staging buffer: no recompilation for another alignment.
 BLOCK = 16  # block size of the triangular system
 MANY_ROWS = 128  # the default of --max-num-seqs: `_prepare`, which compiles for 9 s, has one version for so many
+MANY_TOKENS, TOKENS_OF_MANY = 32, 16  # from so many tokens on, a program of the convolution processes several
+KEPT_CHANNELS, STEP_COLUMNS, SCAN_COLUMNS, NORM_LINES = 256, 64, 64, 8  # per program: inputs, values of a state, heads
+STEP_WARPS, PREPARE_WARPS, SCAN_WARPS, SCAN_STAGES = 2, 4, 4, 3
 L2_EPS = tl.constexpr(1e-6)
 
 
@@ -303,7 +305,7 @@ def _gated_norm(
     tl.store(out + line[:, None] * DIM + dim[None, :], value.to(out.dtype.element_ty), inside)
 
 
-def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: DeltaTiles = DELTA) -> torch.Tensor:
+def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows) -> torch.Tensor:
     """Implement `Ops.delta_rule_` for equal numbers of keys and values per head, a power of two."""
     memory, before, kept = state.recurrent_RHKV, state.inputs_RWC, (state.mixed_RDC, state.gates_RDG, state.num_accepted_R)
     num_heads, dim, value_dim = memory.shape[1:]
@@ -313,7 +315,7 @@ def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: Del
     channels, taps = heads.conv_CW.shape
     sizes = {"CHANNELS": channels, "HEADS": num_heads, "KEY_HEADS": heads.num_key_heads, "DIM": dim}
     mixed_TC = heads.inputs_TX.new_empty((num_tokens, channels))
-    tokens = 1 if num_tokens < tiles.many_tokens else tiles.tokens
+    tokens = 1 if num_tokens < MANY_TOKENS else TOKENS_OF_MANY
     _convolve[(cdiv(num_tokens, tokens), channels // dim)](
         heads.inputs_TX, heads.conv_CW, before, state.num_accepted_R, rows.starts_R1, *rows.origins, mixed_TC, num_tokens, num_rows,
         stride, before.stride(0), CHANNELS=channels, DIM=dim, KEY_HEADS=heads.num_key_heads, TAPS=taps, TOKENS=tokens,
@@ -321,23 +323,23 @@ def delta_rule(heads: DeltaHeads, state: DeltaState, rows: StateRows, tiles: Del
     )  # fmt: skip
     o_THV = mixed_TC.new_empty((num_tokens, num_heads, dim))
     if rows.num_prefill_rows:
-        _chunked(heads, memory, rows, mixed_TC, o_THV, tiles, sizes)
+        _chunked(heads, memory, rows, mixed_TC, o_THV, sizes)
     if num_rows > rows.num_prefill_rows:
-        columns = min(dim, tiles.step_columns)
+        columns = min(dim, STEP_COLUMNS)
         _step[(num_rows - rows.num_prefill_rows, num_heads, dim // columns)](
             mixed_TC, heads.gates_TX, heads.a_log_H, heads.dt_bias_H, memory, *kept, rows.rows_R, rows.starts_R1, o_THV,
-            rows.num_prefill_rows, memory.stride(0), before.stride(0), COLUMNS=columns, num_warps=tiles.step_warps, **sizes,
+            rows.num_prefill_rows, memory.stride(0), before.stride(0), COLUMNS=columns, num_warps=STEP_WARPS, **sizes,
         )  # fmt: skip
-    _keep[(num_rows, cdiv(channels, tiles.channels))](
+    _keep[(num_rows, cdiv(channels, KEPT_CHANNELS))](
         heads.inputs_TX, mixed_TC, heads.gates_TX, before, *kept, rows.rows_R, rows.starts_R1, *rows.origins, rows.num_prefill_rows,
-        stride, before.stride(0), CHANNELS=channels, HEADS=num_heads, TAPS=taps, WIDTH=tiles.channels,
+        stride, before.stride(0), CHANNELS=channels, HEADS=num_heads, TAPS=taps, WIDTH=KEPT_CHANNELS,
         GATES=power_of_2(2 * num_heads),
     )  # fmt: skip
     out_TX = heads.inputs_TX.new_empty((num_tokens, num_heads * dim))
     lines = num_tokens * num_heads
-    _gated_norm[(cdiv(lines, tiles.lines),)](
+    _gated_norm[(cdiv(lines, NORM_LINES),)](
         o_THV, heads.inputs_TX[:, channels:], heads.norm_V, out_TX, heads.eps, lines, stride,
-        HEADS=num_heads, DIM=dim, LINES=tiles.lines,
+        HEADS=num_heads, DIM=dim, LINES=NORM_LINES,
     )  # fmt: skip
     return out_TX
 
@@ -348,9 +350,8 @@ def _padded(num_rows: int) -> int:
 
 
 def _chunked(
-    heads: DeltaHeads, memory: torch.Tensor, rows: StateRows, mixed_TC: torch.Tensor, o_THV: torch.Tensor, tiles: DeltaTiles,
-    sizes: dict[str, int],
-) -> None:  # fmt: skip
+    heads: DeltaHeads, memory: torch.Tensor, rows: StateRows, mixed_TC: torch.Tensor, o_THV: torch.Tensor, sizes: dict[str, int]
+) -> None:
     """Compute rows of prompts. Each row has at most one partial chunk."""
     num_tokens, num_heads, dim = o_THV.shape
     num_rows, precision = rows.num_prefill_rows, "ieee" if mixed_TC.dtype == torch.float32 else "tf32"
@@ -361,10 +362,10 @@ def _chunked(
     _prepare[(num_chunks, num_heads)](
         mixed_TC, heads.gates_TX, heads.a_log_H, heads.dt_bias_H, rows.starts_R1, u_THV, w_THV, p_THC, sums_TH, num_rows,
         CHUNK=DELTA_CHUNK, SIZE=BLOCK, ROWS=max(MANY_ROWS, power_of_2(num_rows)), PRECISION=precision,
-        num_warps=tiles.prepare_warps, **sizes,
+        num_warps=PREPARE_WARPS, **sizes,
     )  # fmt: skip
-    columns = min(dim, tiles.scan_columns)
+    columns = min(dim, SCAN_COLUMNS)
     _scan[(num_rows, num_heads, dim // columns)](
         mixed_TC, u_THV, w_THV, p_THC, sums_TH, memory, rows.rows_R, rows.starts_R1, *rows.origins, o_THV, num_rows, memory.stride(0),
-        CHUNK=DELTA_CHUNK, COLUMNS=columns, STAGES=tiles.scan_stages, PRECISION=precision, num_warps=tiles.scan_warps, **sizes,
+        CHUNK=DELTA_CHUNK, COLUMNS=columns, STAGES=SCAN_STAGES, PRECISION=precision, num_warps=SCAN_WARPS, **sizes,
     )  # fmt: skip

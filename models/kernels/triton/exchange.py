@@ -23,13 +23,6 @@ QUICK_POLLS = tl.constexpr(32)  # some 20 us
 
 
 @triton.jit
-def _begin(epochs: tensor, OVERLAP: constexpr) -> tensor:
-    """Return the number of this program's exchange, equal on all ranks."""
-    await_previous_kernel(OVERLAP)
-    return tl.load(epochs + tl.program_id(0)) + 1
-
-
-@triton.jit
 def _place(epoch: tensor, SIZE: constexpr, PROGRAMS: constexpr, BLOCK: constexpr) -> tensor:
     """Return the offset of this program's messages of rank 0; those of other ranks follow."""
     return (((epoch & 1) * PROGRAMS + tl.program_id(0)) * SIZE).to(tl.int64) * BLOCK
@@ -74,7 +67,8 @@ def _sum(
     and all ranks add in the same order, so results are bitwise equal."""
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = word < num_words
-    epoch = _begin(epochs, OVERLAP)
+    await_previous_kernel(OVERLAP)
+    epoch = tl.load(epochs + tl.program_id(0)) + 1  # number of this program's exchange, equal on all ranks
     low, high = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(PARTS):
         place = parts + (part * num_words).to(tl.int64) * 2 + word * 2
@@ -109,7 +103,8 @@ def _gather(
     rank still sends, because a message acknowledges the previous one."""
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = word < num_words
-    epoch = _begin(epochs, OVERLAP)
+    await_previous_kernel(OVERLAP)
+    epoch = tl.load(epochs + tl.program_id(0)) + 1  # number of this program's exchange, equal on all ranks
     mine = tl.load(values + word, inside, 0).to(tl.uint32, bitcast=True)
     _send(mine, inboxes, epoch, RANK, SIZE, PROGRAMS, BLOCK)
     seen = epoch
@@ -161,11 +156,15 @@ class TritonExchange:
         if summed != [[size * (size + 1) / 2] * 2] or first != [1]:
             raise RuntimeError(f"sums in symmetric memory are wrong on these GPUs ({summed} of {size}, {first}): use --no-symmetric-memory")
 
-    def add_sum_(self, stream_TD: torch.Tensor, parts_STD: torch.Tensor) -> None:
-        self._launch_sum(stream_TD, parts_STD, add=True)
+    def add_sum_(self, stream_TD: torch.Tensor, parts_STD: torch.Tensor, adds: bool = True) -> None:
+        assert stream_TD.is_contiguous() and parts_STD.is_contiguous() and stream_TD.shape == parts_STD.shape[1:]
+        num_words = stream_TD.numel() // 2
+        _sum[(cdiv(num_words, BLOCK),)](
+            stream_TD, parts_STD, self._inboxes, self._epochs, num_words, ADD=adds, PARTS=len(parts_STD), **self._ranks
+        )
 
     def sum_(self, x_TD: torch.Tensor) -> torch.Tensor:
-        self._launch_sum(x_TD, x_TD[None], add=False)
+        self.add_sum_(x_TD, x_TD[None], adds=False)
         return x_TD
 
     def gather_columns(self, x_SN: torch.Tensor) -> torch.Tensor:
@@ -177,21 +176,12 @@ class TritonExchange:
         self._launch_gather(x, x, first=True)
         return x
 
-    def _launch_sum(self, stream_TD: torch.Tensor, parts_STD: torch.Tensor, add: bool) -> None:
-        assert stream_TD.is_contiguous() and parts_STD.is_contiguous() and stream_TD.shape == parts_STD.shape[1:]
-        num_words = stream_TD.numel() // 2
-        _sum[(cdiv(num_words, BLOCK),)](
-            stream_TD, parts_STD, self._inboxes, self._epochs, num_words,
-            ADD=add, PARTS=len(parts_STD), **self._ranks,
-        )  # fmt: skip
-
     def _launch_gather(self, values: torch.Tensor, out: torch.Tensor, first: bool) -> None:
         assert values.is_contiguous() and out.is_contiguous()
         words, width = values.view(torch.int32), values.shape[-1] * values.itemsize // 4
         _gather[(cdiv(words.numel(), BLOCK),)](
-            words, out.view(torch.int32), self._inboxes, self._epochs, words.numel(), width,
-            FIRST=first, **self._ranks,
-        )  # fmt: skip
+            words, out.view(torch.int32), self._inboxes, self._epochs, words.numel(), width, FIRST=first, **self._ranks
+        )
 
 
 def inbox_bytes(size: int) -> int:

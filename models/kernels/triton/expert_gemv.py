@@ -8,8 +8,10 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from models.kernels.triton.launch import await_previous_kernel, floats, kernel, num_multiprocessors, power_of_2
-from models.kernels.triton.tuned import EXPERT_GEMV
 from models.weights.plain import Plain
+
+UP_VALUES, UP_WARPS, UP_PROGRAMS = 4096, 4, 8  # gate and up: weights per load, warps, programs per multiprocessor
+DOWN_ROWS, DOWN_WARPS, DOWN_PREFETCH = 4, 2, 3  # down: rows per program, warps, choices whose weights are prefetched
 
 
 @triton.jit
@@ -81,15 +83,15 @@ def _down(
 
 
 def expert_swiglu(x_1D: torch.Tensor, gate_up: Plain, chosen_K: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return (K, I), silu(gate) * up of a token's chosen experts; undefined at a choice of -1."""
+    """Implement `TritonProducts.expert_swiglu`."""
     matrices = gate_up.values
     inner, width, chosen = len(matrices) // num_experts // 2, matrices.shape[1], len(chosen_K)
-    inner_KI, tiles, block = x_1D.new_empty((chosen, inner)), EXPERT_GEMV, power_of_2(width)
-    rows = math.gcd(inner, max(1, tiles.up_values // (2 * block)))
+    inner_KI, block = x_1D.new_empty((chosen, inner)), power_of_2(width)
+    rows = math.gcd(inner, max(1, UP_VALUES // (2 * block)))
     assert x_1D.is_contiguous() and matrices.is_contiguous()
-    _gate_up[(min(tiles.programs * num_multiprocessors(x_1D.device), chosen * inner // rows),)](
+    _gate_up[(min(UP_PROGRAMS * num_multiprocessors(x_1D.device), chosen * inner // rows),)](
         x_1D, matrices, chosen_K, inner_KI,
-        CHOSEN=chosen, WIDTH=width, INNER=inner, ROWS=rows, BLOCK=block, num_warps=tiles.up_warps,
+        CHOSEN=chosen, WIDTH=width, INNER=inner, ROWS=rows, BLOCK=block, num_warps=UP_WARPS,
     )  # fmt: skip
     return inner_KI
 
@@ -97,12 +99,12 @@ def expert_swiglu(x_1D: torch.Tensor, gate_up: Plain, chosen_K: torch.Tensor, nu
 def expert_sum(
     inner_KI: torch.Tensor, down: Plain, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool
 ) -> None:
-    """Write or add to `out_1D` the sum of weight * down @ inner over the choices other than -1."""
-    (chosen, inner), width, tiles = inner_KI.shape, out_1D.shape[1], EXPERT_GEMV
-    rows = math.gcd(width, tiles.down_rows)
+    """Implement `TritonProducts.expert_sum`."""
+    (chosen, inner), width = inner_KI.shape, out_1D.shape[1]
+    rows = math.gcd(width, DOWN_ROWS)
     assert inner_KI.is_contiguous() and down.values.is_contiguous() and out_1D.is_contiguous()
     _down[(width // rows,)](
         inner_KI, down.values, chosen_K, weights_K, out_1D,
         CHOSEN=chosen, WIDTH=width, INNER=inner, ROWS=rows, BLOCK=power_of_2(inner),
-        PREFETCH=min(chosen, tiles.down_prefetch), ADD=adds, num_warps=tiles.down_warps,
+        PREFETCH=min(chosen, DOWN_PREFETCH), ADD=adds, num_warps=DOWN_WARPS,
     )  # fmt: skip

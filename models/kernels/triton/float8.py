@@ -9,7 +9,7 @@ from triton.language import constexpr, tensor
 from models.kernels.stream import Activation, Residual, RowClass
 from models.kernels.triton.activations import rounded
 from models.kernels.triton.launch import await_previous_kernel, cdiv, kernel, power_of_2
-from models.kernels.triton.moe import ExpertOperands, Room
+from models.kernels.triton.moe import Room
 from models.kernels.triton.products import TritonProducts
 from models.kernels.triton.text import quantized, swiglu_quantized
 from models.weights.float8 import BLOCK, BlockScaled, GroupScaled
@@ -77,7 +77,6 @@ class TritonFloat8(TritonProducts[BlockScaled]):
     """See `TritonProducts`. Products of few tokens that are added to the residual use split-K."""
 
     has_gemv = False
-    is_float8 = True
 
     def multiply(self, x_TX: GroupScaled, rows: RowClass, room_PN: torch.Tensor | None = None) -> torch.Tensor:
         """Return x @ matrix.T in bfloat16 for any number of tokens, in memory for `x.padded` if given."""
@@ -87,8 +86,8 @@ class TritonFloat8(TritonProducts[BlockScaled]):
         y_TN = self.multiply(rounded(x_TX), rows)
         return y_TN if out_TN is None else out_TN.copy_(y_TN)
 
-    def activated(self, gate_up_TN: torch.Tensor) -> GroupScaled:
-        return swiglu_quantized(gate_up_TN)
+    def swiglu_of_many(self, x_TX: Activation, rows: RowClass) -> GroupScaled:
+        return swiglu_quantized(self.product_of_many(x_TX, rows, None))
 
     def add_many_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
         x_TX = rounded(x_TX)
@@ -100,7 +99,3 @@ class TritonFloat8(TritonProducts[BlockScaled]):
     def product_f32(self, x_TX: torch.Tensor, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
         assert out_TN is None
         return multiply(quantized(x_TX), self.matrix, torch.float32)
-
-    def expert_operands(self, x_TX: torch.Tensor) -> ExpertOperands:
-        x, scales = quantized(x_TX), self.matrix.padded_scales
-        return ExpertOperands(x.padded, x.scales, self.matrix.values, scales, scales.shape[1], len(x.padded))

@@ -40,13 +40,7 @@ class NvImageCodecDecoder:
         try:
             return self._decode(payloads)
         except RuntimeError:  # a header that only nvImageCodec rejects fails its whole batch
-            return [self._one(payload) for payload in payloads]
-
-    def _one(self, payload: memoryview) -> torch.Tensor | None:
-        try:
-            return self._decode([payload])[0]
-        except RuntimeError:
-            return None
+            return [None] if len(payloads) == 1 else [self.decode([payload])[0] for payload in payloads]
 
     def _decode(self, payloads: Sequence[memoryview]) -> list[torch.Tensor | None]:
         stream = torch.cuda.current_stream().cuda_stream

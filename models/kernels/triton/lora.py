@@ -4,9 +4,7 @@ Once per step the tokens are grouped into tiles of one slot. Grids depend on sha
 as the tokens may need, and programs of unused ones end at once.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -27,15 +25,8 @@ WARPS = 4
 PARALLEL_TOKENS = 304  # up to here A @ x is computed in parallel with the product, which mostly waits for its matrix
 
 
-class TileShape(NamedTuple):
-    """Shape of the products of tiles when shrinking."""
-
-    tokens: int
-    columns: int
-    num_stages: int  # products whose inputs are loaded in advance
-
-
-TILE_SHAPES = ((128, TileShape(16, 256, 3)), (1 << 30, TileShape(64, 64, 5)))  # up to so many tokens
+# Up to so many tokens: tokens of a tile; when shrinking, columns of a product, and number of products whose inputs are loaded in advance.
+TILE_SHAPES = ((128, (16, 256, 3)), (1 << 30, (64, 64, 5)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +36,7 @@ class Tiles:
     tokens_X: torch.Tensor  # int32: indices of the tokens of the tiles, -1 at the end of a slot's last tile
     slots_Y: torch.Tensor  # int32: slot of each tile, ascending; the number of slots: tokens without an adapter; last, -1: unused
     used_2: torch.Tensor  # int32: number of tiles with an adapter, and of all that are used
-    shape: TileShape
+    shape: tuple[int, int, int]  # see TILE_SHAPES
 
 
 @kernel(do_not_specialize=["num_tokens", "num_tiles"])
@@ -85,14 +76,13 @@ def _tiles_of(slots: TokenSlots, num_slots: int) -> Tiles:
     if not isinstance(slots.tiles, Tiles):
         num_tokens, device = len(slots.slots_T), slots.slots_T.device
         shape = next(shape for most, shape in TILE_SHAPES if num_tokens <= most)
-        size = shape.tokens
+        size = shape[0]
         num_tiles = (num_tokens + min(num_slots + 1, num_tokens) * (size - 1)) // size
         tokens_X, slots_Y, used_2 = (torch.empty(n, dtype=torch.int32, device=device) for n in (num_tiles * size, num_tiles, 2))
-        slots.tiles = tiles = Tiles(tokens_X, slots_Y, used_2, shape)
+        slots.tiles = Tiles(tokens_X, slots_Y, used_2, shape)
         _group[(1,)](
-            slots.slots_T, tiles.tokens_X, tiles.slots_Y, tiles.used_2, num_tokens, num_tiles,
-            NUM_SLOTS=num_slots, KINDS=power_of_2(num_slots + 1), SIZE=size,
-            BLOCK=min(GROUPED_TOKENS, power_of_2(num_tokens)),
+            slots.slots_T, tokens_X, slots_Y, used_2, num_tokens, num_tiles, NUM_SLOTS=num_slots,
+            KINDS=power_of_2(num_slots + 1), SIZE=size, BLOCK=min(GROUPED_TOKENS, power_of_2(num_tokens)),
         )  # fmt: skip
     return slots.tiles
 
@@ -147,20 +137,6 @@ def _plus(total: tensor, low: tensor, factors: tensor, first: tensor, num_ranks:
     return tl.dot(low, tl.where((rank < num_ranks)[:, None], factors, 0.0), total, input_precision="ieee")
 
 
-@triton.jit
-def _plus_all(
-    total: tensor, low: tensor, factors: tensor, num_ranks: tensor, shrunk: tensor, b: tensor, slot: tensor, group: tensor, place: tensor,
-    row: tensor, end: tensor, num_places: tensor, OUT: constexpr, GROUPS: constexpr, RANK: constexpr, RANKS: constexpr, SPLITS: constexpr,
-    SIZE: constexpr,
-) -> tensor:  # fmt: skip
-    """Return `_plus` for all ranks; `low` and `factors` are those of the first ranks."""
-    total = _plus(total, low, factors, 0, num_ranks, RANKS)
-    for first in tl.range(RANKS, num_ranks, RANKS, num_stages=1):
-        low, factors = _factors(shrunk, b, slot, group, first, place, row, end, num_places, OUT, GROUPS, RANK, RANKS, SPLITS, SIZE)
-        total = _plus(total, low, factors, first, num_ranks, RANKS)
-    return total
-
-
 @kernel(do_not_specialize=["num_places"])
 def _expand(
     shrunk: tensor, b: tensor, tokens: tensor, slots: tensor, used: tensor, ranks: tensor, blocks: tensor, groups: tensor, product: tensor,
@@ -175,36 +151,36 @@ def _expand(
     begin = tl.multiple_of(tl.load(blocks + tl.program_id(0) * 3), ALIGNMENT)
     end = tl.multiple_of(tl.load(blocks + tl.program_id(0) * 3 + 1), ALIGNMENT)
     group, row = tl.load(blocks + tl.program_id(0) * 3 + 2), begin + tl.arange(0, ROWS)
-    group_up = tl.load(groups + begin + OUT // 2) if GATED else group
+    both = (group, tl.load(groups + begin + OUT // 2) if GATED else group)
     await_previous_kernel(OVERLAP)
     for tile in tl.range(tl.program_id(1), num_tiles, tl.num_programs(1), num_stages=1):
         inside, values = (token >= 0)[:, None] & (row < end)[None, :], product + tl.maximum(token, 0)[:, None] * stride + row[None, :]
         results = out + tl.maximum(token, 0)[:, None] * (OUT // 2 if GATED else stride) + row[None, :]
         own = tl.where(slot < NUM_SLOTS, slot, 0)
-        num_ranks = tl.load(ranks + own * GROUPS + group, slot < NUM_SLOTS, 0)
-        total = floats(values, inside)
-        low, factors = _factors(shrunk, b, own, group, 0, place, row, end, num_places, OUT, GROUPS, RANK, RANKS, SPLITS, SIZE)
-        up, low_up, factors_up, num_ranks_up = total, low, factors, num_ranks
-        if GATED:
-            num_ranks_up = tl.load(ranks + own * GROUPS + group_up, slot < NUM_SLOTS, 0)
-            up = floats(values + OUT // 2, inside)
-            low_up, factors_up = _factors(
-                shrunk, b, own, group_up, 0, place, row + OUT // 2, end + OUT // 2, num_places, OUT, GROUPS, RANK, RANKS, SPLITS, SIZE
+        loaded = ()
+        for half in tl.static_range(1 + GATED):
+            skip = half * (OUT // 2)
+            num_ranks, total = tl.load(ranks + own * GROUPS + both[half], slot < NUM_SLOTS, 0), floats(values + skip, inside)
+            low, factors = _factors(
+                shrunk, b, own, both[half], 0, place, row + skip, end + skip, num_places, OUT, GROUPS, RANK, RANKS, SPLITS, SIZE
             )
+            loaded += (num_ranks, total, low, factors)  # type: ignore[assignment]
         next_tile = tile + tl.num_programs(1)
         next_place = next_tile * SIZE + tl.arange(0, SIZE)
         slot = tl.load(slots + next_tile, next_tile < num_tiles, 0)
         token = tl.load(tokens + next_place, next_place < tl.where(next_tile < num_tiles, num_places, 0), -1)
-        total = _plus_all(
-            total, low, factors, num_ranks, shrunk, b, own, group, place, row, end, num_places, OUT, GROUPS, RANK, RANKS, SPLITS, SIZE
-        )
-        if GATED:
-            up = _plus_all(
-                up, low_up, factors_up, num_ranks_up, shrunk, b, own, group_up, place, row + OUT // 2, end + OUT // 2, num_places, OUT,
-                GROUPS, RANK, RANKS, SPLITS, SIZE,
-            )  # fmt: skip
-            total = total / (1 + tl.exp(-total)) * up
-        tl.store(results, total.to(out.dtype.element_ty), inside)
+        sums = ()
+        for half in tl.static_range(1 + GATED):
+            skip, num_ranks = half * (OUT // 2), loaded[4 * half]
+            total = _plus(loaded[4 * half + 1], loaded[4 * half + 2], loaded[4 * half + 3], 0, num_ranks, RANKS)
+            for first in tl.range(RANKS, num_ranks, RANKS, num_stages=1):
+                low, factors = _factors(
+                    shrunk, b, own, both[half], first, place, row + skip, end + skip, num_places, OUT, GROUPS, RANK, RANKS, SPLITS, SIZE
+                )
+                total = _plus(total, low, factors, first, num_ranks, RANKS)
+            sums += (total,)  # type: ignore[assignment]
+        result = sums[0] / (1 + tl.exp(-sums[0])) * sums[1] if GATED else sums[0]  # type: ignore[misc]
+        tl.store(results, result.to(out.dtype.element_ty), inside)
         place = next_place
 
 
@@ -223,12 +199,14 @@ class TritonLowRank:
         splits = max(1, min(splits, MOST_SPLITS, width // LEAST_SPLIT))
         assert x_TK.is_contiguous() and len(slots.slots_T) == len(x_TK) and low_rank.a_SGRK.numel() < MOST_VALUES
         shrunk_PXR = torch.empty((splits, len(tiles.tokens_X), groups * rank), dtype=torch.float32, device=x_TK.device)
-        with self._parallel(x_TK):
+        if (second := self._second(x_TK)) is not None:
+            second.wait_stream(torch.cuda.current_stream(x_TK.device))
+        with torch.cuda.stream(second):  # None: the current one
             _shrink[(splits * groups * chunks, len(tiles.slots_Y))](
                 x_TK, low_rank.a_SGRK, tiles.tokens_X, tiles.slots_Y, low_rank.ranks_SG, shrunk_PXR, len(tiles.tokens_X), WIDTH=width,
                 NUM_SLOTS=num_slots, GROUPS=groups, RANK=rank, RANKS=min(RANKS, power_of_2(rank)),
                 SPLIT_WIDTH=cdiv(cdiv(width, splits), columns) * columns, SIZE=size, COLUMNS=columns, num_warps=WARPS,
-                num_stages=num_stages, **({"OVERLAP": False} if self._is_parallel(x_TK) else {}),
+                num_stages=num_stages, **({} if second is None else {"OVERLAP": False}),
             )  # fmt: skip
         return shrunk_PXR
 
@@ -247,23 +225,18 @@ class TritonLowRank:
         tiles, num_blocks = _tiles_of(slots, num_slots), len(low_rank.blocks_B3) // (1 + is_gated)
         programs = min(len(tiles.slots_Y), max(1, EXPAND_PROGRAMS * num_multiprocessors(product_TN.device) // num_blocks))
         assert product_TN.stride(1) == 1 and low_rank.b_SNR.numel() < MOST_VALUES
-        if self._is_parallel(product_TN):
-            assert self._second_stream is not None
-            torch.cuda.current_stream(product_TN.device).wait_stream(self._second_stream)
+        if (second := self._second(product_TN)) is not None:
+            torch.cuda.current_stream(product_TN.device).wait_stream(second)
         _expand[(num_blocks, programs)](
             shrunk_PXR, low_rank.b_SNR, tiles.tokens_X, tiles.slots_Y, tiles.used_2, low_rank.ranks_SG, low_rank.blocks_B3,
             low_rank.groups_N, product_TN, out_TX, len(tiles.tokens_X), product_TN.stride(0), OUT=low_rank.b_SNR.shape[1],
             NUM_SLOTS=num_slots, GROUPS=groups, RANK=rank, RANKS=RANK_STEP, SPLITS=len(shrunk_PXR),
-            SIZE=tiles.shape.tokens, ROWS=BLOCK_ROWS, ALIGNMENT=low_rank.alignment, GATED=is_gated, num_warps=WARPS,
+            SIZE=tiles.shape[0], ROWS=BLOCK_ROWS, ALIGNMENT=low_rank.alignment, GATED=is_gated, num_warps=WARPS,
         )  # fmt: skip
 
-    def _parallel(self, x_TK: torch.Tensor) -> AbstractContextManager[object]:
-        """Return the context of a second stream for few tokens, which `_expand` waits for."""
-        if not self._is_parallel(x_TK):
-            return nullcontext()
-        self._second_stream = self._second_stream or torch.cuda.Stream(x_TK.device)
-        self._second_stream.wait_stream(torch.cuda.current_stream(x_TK.device))
-        return torch.cuda.stream(self._second_stream)
-
-    def _is_parallel(self, x_TK: torch.Tensor) -> bool:
-        return x_TK.device.type == "cuda" and len(x_TK) <= PARALLEL_TOKENS
+    def _second(self, x_TX: torch.Tensor) -> torch.cuda.Stream | None:
+        """Return the stream on which `shrink` runs if there are few tokens."""
+        if x_TX.device.type != "cuda" or len(x_TX) > PARALLEL_TOKENS:
+            return None
+        self._second_stream = self._second_stream or torch.cuda.Stream(x_TX.device)
+        return self._second_stream

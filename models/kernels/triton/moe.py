@@ -6,7 +6,6 @@ Programs for few tokens search all choices for those of their expert; many choic
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import triton
@@ -16,29 +15,13 @@ from triton.language import constexpr, tensor
 from models.kernels.ops import Experts
 from models.kernels.triton.launch import await_kernel, await_previous_kernel, capability_of, cdiv, floats, kernel
 from models.kernels.triton.routing import Choices, SortedChoices, route, sort
+from models.kernels.triton.text import quantized
 from models.kernels.triton.tuned import FEW_CHOICES, ExpertTiles, expert_tiles
+from models.weights.float8 import BlockScaled
+from models.weights.plain import Plain
 
 SUM_COLUMNS, SUM_WARPS = 1024, 4  # per program of `_weighted_sum`
 TURNED_ROWS = 64  # with fewer rows, untransposed float8 products would use a wider type
-
-
-@triton.jit
-def _scaled_dot(values: tensor, factor: tensor, input_scale: tensor, scale: tensor, TURNED: constexpr) -> tensor:
-    """values (R, K) times factor (K, C), with the scales of their rows and columns: (R, C), or (C, R) if TURNED."""
-    if TURNED:
-        product = tl.dot(tl.trans(factor), tl.trans(values)) * (scale[:, None] * input_scale[None, :])
-    else:
-        product = tl.dot(values, factor) * (input_scale[:, None] * scale[None, :])
-    return product
-
-
-@triton.jit
-def _column_scales(place: tensor, column: tensor, DISTANCE: constexpr) -> tensor:
-    """Load the scale at `place`; every other column uses the one at DISTANCE after it, if any."""
-    scale = tl.load(place)
-    if DISTANCE:
-        scale = tl.where(column % 2 == 0, scale, tl.load(place + DISTANCE))
-    return tl.broadcast_to(scale, column.shape)
 
 
 @triton.jit
@@ -67,8 +50,14 @@ def _multiply(
         if SCALED:
             group = step * DEPTH // 128
             input_scale = tl.load(x_scales + group * scale_stride + source, inside, 0.0)
-            scale = _column_scales(block + group, column, OUT // 256 * SCALES if GATED else 0)
-            total += _scaled_dot(values, factor, input_scale, scale, TURNED)
+            scale = tl.load(block + group)
+            if GATED:
+                scale = tl.where(column % 2 == 0, scale, tl.load(block + group + OUT // 256 * SCALES))
+            scale = tl.broadcast_to(scale, column.shape)
+            if TURNED:
+                total += tl.dot(tl.trans(factor), tl.trans(values)) * (scale[:, None] * input_scale[None, :])
+            else:
+                total += tl.dot(values, factor) * (input_scale[:, None] * scale[None, :])
         else:
             total = tl.dot(values, factor, total)
     if TURNED:
@@ -122,41 +111,20 @@ def _multiply_experts(
             )  # fmt: skip
 
 
-class ExpertOperands(NamedTuple):
-    """Inputs and stacked matrices, with their scales, if any."""
-
-    inputs: torch.Tensor
-    input_scales: torch.Tensor
-    matrices: torch.Tensor
-    scales: torch.Tensor
-    num_scales: int = 0  # scales per row of blocks; 0: unscaled
-    scale_stride: int = 0  # between columns of the inputs' scales
-
-
-Operands = Callable[[torch.Tensor], ExpertOperands]  # of inputs
 Room = Callable[..., torch.Tensor]  # a tensor of the inputs' type by its shape
 
 
-def sparse_swiglu(
-    x_TD: torch.Tensor,
-    logits_TE: torch.Tensor,
-    experts: Experts,
-    valid_T: torch.Tensor | None,
-    gate_up: Operands,
-    down: Operands,
-    is_float8: bool,
-    room: Room,
-) -> torch.Tensor:
-    """Return (S, T, D) in `room`, see `Ops`, from the router's logits `logits_TE`, for at least one token."""
-    num_tokens, width = x_TD.shape
+def sparse_swiglu(x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None, room: Room) -> torch.Tensor:
+    """Return (S, T, D) in `room`, see `Ops`, from the router's logits, for at least one token and matrices in bfloat16 or float8."""
+    (num_tokens, width), gate_up, down = x_TD.shape, experts.gate_up.products.matrix, experts.down.products.matrix
     num_choices = num_tokens * experts.num_given
-    tiles = expert_tiles(num_tokens, is_float8, capability_of(x_TD.device))
+    tiles = expert_tiles(num_tokens, isinstance(gate_up, BlockScaled), capability_of(x_TD.device))
     parts_KTD, is_much = room(experts.num_given, num_tokens, width), num_choices > FEW_CHOICES
     choices = route(logits_TE, experts, valid_T, parts_KTD, counted=is_much)
     blocks = sort(choices, tiles.rows) if is_much else None
     inner_SI = x_TD.new_empty((num_choices, experts.down.shape[1]))
-    _launch(gate_up(x_TD), choices, blocks, inner_SI, tiles, is_gated=True)
-    _launch(down(inner_SI), choices, blocks, parts_KTD, tiles, is_gated=False)
+    _launch(x_TD, gate_up, choices, blocks, inner_SI, tiles, is_gated=True)
+    _launch(inner_SI, down, choices, blocks, parts_KTD, tiles, is_gated=False)
     return parts_KTD
 
 
@@ -190,11 +158,16 @@ def weighted_sum(values_SD: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: t
 
 
 def _launch(
-    given: ExpertOperands, choices: Choices, blocks: SortedChoices | None, out: torch.Tensor, tiles: ExpertTiles, is_gated: bool
-) -> None:
+    x_TX: torch.Tensor, stacked: Plain | BlockScaled, choices: Choices, blocks: SortedChoices | None, out: torch.Tensor,
+    tiles: ExpertTiles, is_gated: bool,
+) -> None:  # fmt: skip
     """Launch; inputs are tokens if it `is_gated`, otherwise values of each choice."""
-    (num_tokens, chosen), (rows, width) = choices.experts_TK.shape, given.matrices.shape
-    rows_out, is_scaled = rows // choices.num_experts, given.num_scales > 0
+    (num_tokens, chosen), (rows, width) = choices.experts_TK.shape, stacked.shape
+    rows_out, is_scaled = rows // choices.num_experts, isinstance(stacked, BlockScaled)
+    x, x_scales, scales, num_scales, scale_stride = x_TX, x_TX, stacked.values, 0, 0
+    if isinstance(stacked, BlockScaled):
+        rounded, scales, num_scales = quantized(x_TX), stacked.padded_scales, stacked.padded_scales.shape[1]
+        x, x_scales, scale_stride = rounded.padded, rounded.scales, len(rounded.padded)
     columns = math.gcd(rows_out, tiles.up_columns if is_gated else tiles.down_columns)
     num_tiles, num_choices = rows_out // columns, num_tokens * chosen
     if blocks is not None:
@@ -203,8 +176,8 @@ def _launch(
         grid, searched = (num_choices, num_tiles), next(size for size in (16, 128, FEW_CHOICES) if size >= num_choices)
         lists = (choices.experts_TK,) * 3
     _multiply_experts[grid](
-        given.inputs, given.input_scales, given.matrices, given.scales, choices.weights_TK, out, *lists, num_choices, num_tokens,
-        given.scale_stride, SEARCHED=searched, GATED=is_gated, SCALED=is_scaled, TURNED=is_scaled and tiles.rows < TURNED_ROWS,
-        CHOSEN=chosen, WIDTH=width, OUT=rows_out, SCALES=given.num_scales,
+        x, x_scales, stacked.values, scales, choices.weights_TK, out, *lists, num_choices, num_tokens, scale_stride,
+        SEARCHED=searched, GATED=is_gated, SCALED=is_scaled, TURNED=is_scaled and tiles.rows < TURNED_ROWS,
+        CHOSEN=chosen, WIDTH=width, OUT=rows_out, SCALES=num_scales,
         ROWS=tiles.rows, COLUMNS=columns, DEPTH=math.gcd(width, tiles.depth), STAGES=tiles.stages, num_warps=tiles.warps,
     )  # fmt: skip

@@ -43,7 +43,8 @@ class TritonOps:
             logits_TE = TritonPlain(Plain(experts.router_ED)).product(values_TD, rows)
         products, down = triton_products(experts.gate_up), triton_products(experts.down)
         if rows != RowClass.SINGLE or experts.num_given > min(products.max_chosen, down.max_chosen):
-            return products.sparse_swiglu(values_TD, logits_TE, experts, valid_T, None if residual is None else residual.room)
+            room = values_TD.new_empty if residual is None else residual.room
+            return products.sparse_swiglu(values_TD, logits_TE, experts, valid_T, room)
         choices = route(logits_TE, experts, valid_T)
         chosen_K, weights_K = choices.experts_TK[0], choices.weights_TK[0]
         inner_KI = products.expert_swiglu(values_TD, chosen_K)

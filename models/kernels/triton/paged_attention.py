@@ -14,8 +14,8 @@ from models.kernels.heads import MAX_GROUP
 from models.kernels.ops import KVPool
 from models.kernels.paged import EagerAttention, Int32s, MakeFixed, PagedAttention, Piece
 from models.kernels.triton.launch import await_previous_kernel, cdiv, kernel, num_multiprocessors
-from models.kernels.triton.tuned import AttentionTiles, Tiles
-from models.kernels.work_items import WORK_ITEM_FIELDS, max_work_items, plan_work_items, token_groups
+from models.kernels.triton.tuned import AttentionTiles
+from models.kernels.work_items import WORK_ITEM_FIELDS, max_work_items, padded, plan_work_items, token_groups
 
 MAX_SPLIT_TOKENS = 64  # up to so many prompt tokens of a step use split-KV, as decode rows do
 COPIED = 4096  # values that a program of `_copy` copies
@@ -154,7 +154,7 @@ class PagedKernel:
 
     def num_items(self, num_groups: int) -> int:
         """Return the number of work items for so many groups of few tokens."""
-        return max_work_items(num_groups, self.kv_heads, self._num_blocks) if num_groups else 0
+        return max_work_items(num_groups, self.kv_heads, self._num_blocks)
 
     def reserve(self, num_items: int) -> None:
         """Allocate scratch memory for so many work items; call before any capture."""
@@ -167,21 +167,18 @@ class PagedKernel:
         self.sums = torch.empty(shape, device=device)  # logarithms (base 2) of the parts' sums
 
     def attend(
-        self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, items: torch.Tensor, pages: torch.Tensor, tiles: Tiles
+        self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, items: torch.Tensor, pages: torch.Tensor, is_few: bool
     ) -> None:
+        """Compute items of few tokens, whose parts are merged, or whole ones of chunks."""
         assert q_THK.is_contiguous()
-        k_pool, v_pool = self.pools[layer]
-        _attend[(len(items), self.kv_heads)](
-            q_THK, k_pool, v_pool, out_THK, items, pages, self.partials, self.sums, self._scale,
-            FIELDS=WORK_ITEM_FIELDS, KV_HEADS=self.kv_heads, GROUP=self.group, PAGE=self.page_size, DIM=q_THK.shape[2],
-            ROWS=tiles.rows, KEYS=tiles.keys, STAGES=tiles.stages, EXACT=q_THK.dtype == torch.float32, num_warps=tiles.warps,
+        tiles, grid = self.tiles.few if is_few else self.tiles.chunk, (len(items), self.kv_heads)
+        sizes = {"FIELDS": WORK_ITEM_FIELDS, "KV_HEADS": self.kv_heads, "GROUP": self.group, "DIM": q_THK.shape[2], "ROWS": tiles.rows}
+        _attend[grid](
+            q_THK, *self.pools[layer], out_THK, items, pages, self.partials, self.sums, self._scale, PAGE=self.page_size,
+            KEYS=tiles.keys, STAGES=tiles.stages, EXACT=q_THK.dtype == torch.float32, num_warps=tiles.warps, **sizes,
         )  # fmt: skip
-
-    def merge(self, out_THK: torch.Tensor, items: torch.Tensor) -> None:
-        _merge[(len(items), self.kv_heads)](
-            out_THK, items, self.partials, self.sums,
-            FIELDS=WORK_ITEM_FIELDS, KV_HEADS=self.kv_heads, GROUP=self.group, DIM=out_THK.shape[2], ROWS=self.tiles.few.rows, num_warps=4,
-        )  # fmt: skip
+        if is_few:
+            _merge[grid](out_THK, items, self.partials, self.sums, num_warps=4, **sizes)
 
 
 class Chunks:
@@ -192,10 +189,14 @@ class Chunks:
 
     def plan(self, layout: AttentionLayout, before: Sequence[Int32s]) -> Int32s:
         """Return the work items, longest first."""
-        return _whole_items(token_groups(layout.prefill_rows(), self._of.chunk_tokens))
+        groups = token_groups(layout.prefill_rows(), self._of.chunk_tokens)
+        number = np.arange(len(groups), dtype=np.int32)
+        zeros, ones = np.zeros_like(number), np.ones_like(number)
+        items = np.stack((*groups[:, :3].T, zeros, groups[:, 3], number, number, ones), axis=1)
+        return items[np.argsort(-groups[:, 3], kind="stable")]
 
     def launch(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, plan: torch.Tensor, pages: torch.Tensor) -> None:
-        self._of.attend(layer, q_THK, out_THK, plan, pages, self._of.tiles.chunk)
+        self._of.attend(layer, q_THK, out_THK, plan, pages, is_few=False)
 
 
 class FewTokens:
@@ -211,29 +212,23 @@ class FewTokens:
         if self._num_prefill:  # its tokens and pages follow those of the prompts
             groups[:, 0] += self._num_prefill
             groups[:, 2] += int(layout.page_indptr_cpu[layout.num_prefill_rows])
-        limit = self._of.num_items(len(groups))
-        nothing = np.zeros((0, WORK_ITEM_FIELDS), dtype=np.int32)
-        items = plan_work_items(groups, min(limit, self._num_items or limit)) if len(groups) else nothing
-        return _padded(items, self._num_items)
+        return padded(plan_work_items(groups, self._of.num_items(len(groups))), self._num_items)
 
     def launch(self, layer: int, q_THK: torch.Tensor, out_THK: torch.Tensor, plan: torch.Tensor, pages: torch.Tensor) -> None:
         if len(plan):
             self._of.reserve(len(plan))
-            self._of.attend(layer, q_THK, out_THK, plan, pages, self._of.tiles.few)
-            self._of.merge(out_THK, plan)
+            self._of.attend(layer, q_THK, out_THK, plan, pages, is_few=True)
 
 
 def eager_attention(pools: Sequence[KVPool], num_heads: int, tiles: AttentionTiles) -> EagerAttention:
     """Return attention for any mix of rows, outside CUDA graphs."""
     kernel = PagedKernel(pools, num_heads, tiles)
 
-    def make(layout: AttentionLayout) -> PagedAttention:
+    def choose(layout: AttentionLayout) -> Sequence[Piece]:
         num_prefill = int(layout.qo_indptr_cpu[layout.num_prefill_rows])
-        is_few = num_prefill <= MAX_SPLIT_TOKENS
-        pieces: list[Piece] = [FewTokens(kernel, 0)] if is_few else [Chunks(kernel), FewTokens(kernel, num_prefill)]
-        return PagedAttention(pools, pieces, len(layout.pages))
+        return [FewTokens(kernel, 0)] if num_prefill <= MAX_SPLIT_TOKENS else [Chunks(kernel), FewTokens(kernel, num_prefill)]
 
-    return EagerAttention(pools, make)
+    return EagerAttention(pools, choose)
 
 
 def fixed_attention_factory(pools: Sequence[KVPool], num_heads: int, tiles: AttentionTiles, max_rows: int, max_blocks: int) -> MakeFixed:
@@ -245,18 +240,3 @@ def fixed_attention_factory(pools: Sequence[KVPool], num_heads: int, tiles: Atte
         return PagedAttention(pools, [FewTokens(kernel, 0, kernel.num_items(num_rows))], max_rows * max_blocks)
 
     return make
-
-
-def _whole_items(groups: Int32s) -> Int32s:
-    """Return one work item per group, longest first."""
-    number = np.arange(len(groups), dtype=np.int32)
-    zeros, ones = np.zeros_like(number), np.ones_like(number)
-    items = np.stack((*groups[:, :3].T, zeros, groups[:, 3], number, number, ones), axis=1)
-    return items[np.argsort(-groups[:, 3], kind="stable")]
-
-
-def _padded(items: Int32s, size: int) -> Int32s:
-    """Pad to `size` work items with empty ones."""
-    padded = np.zeros((max(size, len(items)), WORK_ITEM_FIELDS), dtype=np.int32)
-    padded[: len(items)] = items
-    return padded

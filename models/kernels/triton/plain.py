@@ -6,7 +6,6 @@ from models.kernels.stream import Activation, Residual, RowClass
 from models.kernels.triton import expert_gemv
 from models.kernels.triton.activations import values_of
 from models.kernels.triton.gemv import Norm, gemv
-from models.kernels.triton.moe import ExpertOperands
 from models.kernels.triton.products import TritonProducts
 from models.weights.plain import Plain
 
@@ -44,6 +43,3 @@ class TritonPlain(TritonProducts[Plain]):
 
     def expert_sum(self, inner_KI: torch.Tensor, chosen_K: torch.Tensor, weights_K: torch.Tensor, out_1D: torch.Tensor, adds: bool) -> None:
         expert_gemv.expert_sum(inner_KI, self.matrix, chosen_K, weights_K, out_1D, adds)
-
-    def expert_operands(self, x_TX: torch.Tensor) -> ExpertOperands:
-        return ExpertOperands(x_TX, x_TX, self.matrix.values, self.matrix.values)

@@ -9,7 +9,7 @@ from models.kernels.ops import Experts
 from models.kernels.stream import Activation, Residual, Rounded, RowClass
 from models.kernels.triton.activations import single_of
 from models.kernels.triton.gemv import Norm
-from models.kernels.triton.moe import ExpertOperands, Room, sparse_swiglu
+from models.kernels.triton.moe import Room, sparse_swiglu
 from models.kernels.triton.text import swiglu
 from models.weights.matrix import Matrix, Products
 
@@ -20,7 +20,6 @@ class TritonProducts(Products[S]):
     """See `Products`. For bfloat16 and contiguous tensors."""
 
     has_gemv = True
-    is_float8 = False  # whether `expert_operands` are
     max_chosen = 0  # most experts of a single token that `expert_swiglu` and `expert_sum` multiply; 0: they are not available
 
     def __init__(self, matrix: S, count: int = 1) -> None:
@@ -47,7 +46,7 @@ class TritonProducts(Products[S]):
         return self.gemv(x_1X, x_1X.new_empty((1, self.width // 2)), norm, gated=True)
 
     def swiglu_of_many(self, x_TX: Activation, rows: RowClass) -> torch.Tensor | Rounded:
-        return self.activated(self.product_of_many(x_TX, rows, None))
+        return swiglu(self.product_of_many(x_TX, rows, None))
 
     def add_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
         if not self.has_gemv or (single := single_of(x_TX, rows)) is None:
@@ -58,10 +57,6 @@ class TritonProducts(Products[S]):
     def add_many_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
         residual.add_(self.product_of_many(x_TX, rows, residual.room(len(residual.sum_TD), self.width))[None])
 
-    def activated(self, gate_up_TN: torch.Tensor) -> torch.Tensor | Rounded:
-        """Return silu(first half) * second half in the input format of the next product."""
-        return swiglu(gate_up_TN)
-
     def expert_swiglu(self, x_1D: torch.Tensor, chosen_K: torch.Tensor) -> torch.Tensor:
         """Return (K, I), silu(gate) * up of a token's chosen experts; undefined at a choice of -1."""
         raise NotImplementedError
@@ -71,15 +66,10 @@ class TritonProducts(Products[S]):
         raise NotImplementedError
 
     def sparse_swiglu(
-        self, x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None, room: Room | None = None
+        self, x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None, room: Room
     ) -> torch.Tensor:
-        """Return (S, T, D), see `Ops`, for `experts.gate_up` of these products, in `room` if given."""
-        operands = self.expert_operands, triton_products(experts.down).expert_operands
-        return sparse_swiglu(x_TD, logits_TE, experts, valid_T, *operands, self.is_float8, room or x_TD.new_empty)
-
-    def expert_operands(self, x_TX: torch.Tensor) -> ExpertOperands:
-        """Return the operands of a product with stacked experts; x holds tokens, or their choices."""
-        raise NotImplementedError
+        """Return (S, T, D) in `room`, see `Ops`, for `experts.gate_up` of these products."""
+        return sparse_swiglu(x_TD, logits_TE, experts, valid_T, room)
 
 
 def triton_products(matrix: Matrix) -> TritonProducts[Any]:

@@ -177,23 +177,20 @@ class TritonSampling:
     def sample(self, logits_SV: torch.Tensor, params: SampleParams) -> torch.Tensor:
         assert len(logits_SV) <= len(self._maxima), "more rows than the scratch memory holds"
         out_S = torch.empty(len(logits_SV), dtype=torch.int64, device=logits_SV.device)
-        self._launch(logits_SV, params.rows, params.largest_top_k, out_S)
-        if params.wide is not None:
-            for wide in params.wide.split(SORTED_ROWS):
-                out_S[wide] = sample_random(logits_SV[wide], RowParams(*(values[wide] for values in params.rows)), any_filter=True)
-        return out_S
-
-    def _launch(self, logits_SV: torch.Tensor, rows: RowParams[torch.Tensor], largest_top_k: int, out_S: torch.Tensor) -> None:
-        tiles, stride = self._tiles, logits_SV.stride(0)
+        tiles, stride, rows = self._tiles, logits_SV.stride(0), params.rows
         scratch = self._maxima, self._best_score, self._best_token
         _scan[self._num_tiles, len(out_S)](
             logits_SV, rows.inverse_temperature, rows.top_k, rows.key, *scratch, stride, V=self._vocab_size, TILES=self._num_tiles,
             TILE=tiles.tile, GROUP=tiles.group, MAX_TOP_K=self.max_top_k, num_warps=tiles.scan_warps,
         )  # fmt: skip
-        candidates = next(size for size in tiles.candidates if size >= largest_top_k)
+        candidates = next(size for size in tiles.candidates if size >= params.largest_top_k)
         _choose[len(out_S),](
             logits_SV, *rows, *scratch, out_S, stride, V=self._vocab_size, TILES=self._num_tiles,
             TILES_POWER=power_of_2(self._num_tiles), GROUPS=self._num_groups,
             GROUPS_POWER=max(power_of_2(self._num_groups), candidates), GROUP=tiles.group, K=candidates, MASS=2.0**MASS_BITS,
             num_warps=tiles.choose_warps,
         )  # fmt: skip
+        if params.wide is not None:
+            for wide in params.wide.split(SORTED_ROWS):
+                out_S[wide] = sample_random(logits_SV[wide], RowParams(*(values[wide] for values in rows)), any_filter=True)
+        return out_S

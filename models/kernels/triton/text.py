@@ -9,6 +9,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from models.kernels.ops import FLOAT8, MOST_FLOAT8, KVPool, NewHeads
+from models.kernels.stream import Normed
 from models.kernels.triton.launch import await_kernel, await_previous_kernel, cdiv, floats, kernel, power_of_2
 from models.weights.float8 import GroupScaled
 
@@ -109,16 +110,6 @@ def _rotary_rows(
 
 
 @triton.jit
-def _squares(lower: tensor, upper: tensor, source: tensor, inside: tensor, DIM: constexpr, HALF: constexpr) -> tensor:
-    """Sum squares over each head: of its first two pieces, and of the others."""
-    squares = tl.sum(lower * lower, 1) + tl.sum(upper * upper, 1)
-    for piece in tl.static_range(2, DIM // HALF):
-        rest = floats(source + piece * HALF, inside)
-        squares += tl.sum(rest * rest, 1)
-    return squares
-
-
-@triton.jit
 def _store_heads(
     value: tensor, target: tensor, inside: tensor, pool: tensor, scale: tensor, is_cached: tensor, PLACE: constexpr, MOST: constexpr,
 ) -> None:  # fmt: skip
@@ -150,7 +141,11 @@ def _norm_rope_store(
     weight = tl.where(first < HEADS, q_weight, k_weight) if NORMED else q_weight
     if first < HEADS + KV_HEADS:
         if NORMED:
-            scale = tl.rsqrt(_squares(lower, upper, source, inside, DIM, HALF) / DIM + eps)[:, None]
+            squares = tl.sum(lower * lower, 1) + tl.sum(upper * upper, 1)
+            for piece in tl.static_range(2, DIM // HALF):
+                other = floats(source + piece * HALF, inside)
+                squares += tl.sum(other * other, 1)
+            scale = tl.rsqrt(squares / DIM + eps)[:, None]
             lower = lower * scale * tl.load(weight + pairs).to(tl.float32)
             upper = upper * scale * tl.load(weight + HALF + pairs).to(tl.float32)
         cos = tl.load(cos_sin + token * (2 * HALF) + pairs, inside, 0.0)
@@ -197,21 +192,15 @@ def _parts(out: torch.Tensor | GroupScaled) -> tuple[torch.Tensor, torch.Tensor,
     return (out.padded, out.scales, True) if isinstance(out, GroupScaled) else (out, out, False)
 
 
-def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None = None) -> torch.Tensor:
-    return _launch_norm(x_TD, weight_D, eps, addends_STD, torch.empty_like(x_TD))
-
-
-def rms_norm_quantized(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None) -> GroupScaled:
-    return _launch_norm(x_TD, weight_D, eps, addends_STD, GroupScaled.empty(len(x_TD), x_TD.shape[1], x_TD.device))
-
-
-def _launch_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, addends_STD: torch.Tensor | None, out: Out) -> Out:
-    num_addends, addends = (0, x_TD) if addends_STD is None else (len(addends_STD), addends_STD)
+def rms_norm(normed: Normed, out: Out) -> Out:
+    """Write the values of a norm to `out`, and its stream if there are parts."""
+    x_TD, parts_STD = normed.stream_TD, normed.parts_STD
+    num_addends, addends = (0, x_TD) if parts_STD is None else (len(parts_STD), parts_STD)
     assert x_TD.is_contiguous() and addends.is_contiguous() and addends.shape[-2:] == x_TD.shape
     (num_tokens, width), (values, scales, is_scaled) = x_TD.shape, _parts(out)
     if num_tokens:
         _rms_norm[(num_tokens,)](
-            x_TD, weight_D, addends, values, scales, eps, x_TD.numel(), len(values),
+            x_TD, normed.weight_D, addends, values, scales, normed.eps, x_TD.numel(), len(values),
             ADDENDS=num_addends, SCALED=is_scaled, WIDTH=width, BLOCK=power_of_2(width), num_warps=NORM_WARPS,
         )  # fmt: skip
     return out

@@ -40,25 +40,6 @@ def attention_tiles(capability: tuple[int, int], head_dim: int) -> AttentionTile
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaTiles:
-    """Tiles of the kernels of `delta`: tokens and channels of the convolution, columns of a state, heads of the norm, per program."""
-
-    many_tokens: int  # number of tokens from which a program of the convolution processes `tokens`
-    tokens: int
-    channels: int
-    step_columns: int
-    step_warps: int
-    prepare_warps: int
-    scan_columns: int
-    scan_warps: int
-    scan_stages: int
-    lines: int
-
-
-DELTA = DeltaTiles(32, 16, 256, 64, 2, 4, 64, 4, 3, 8)
-
-
-@dataclass(frozen=True, slots=True)
 class GemvTiles:
     """Tiles of a matrix-vector product: rows and values per iteration, warps, programs per multiprocessor."""
 
@@ -94,22 +75,6 @@ def gemv_tiles(num_out: int, width: int, gated: bool, is_whole: bool, device: De
     block = whole if is_whole else min(whole, LONG_BLOCK)
     rows = 1 if num_out <= FEW_ROWS else max(1, min(4, GEMV_VALUES // (block * (1 + gated))) // (1 + gated))
     return GemvTiles(rows, block)
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertGemvTiles:
-    """Tiles of a single token's experts. Gate and up: weights per load, warps, programs per multiprocessor; down: rows per program, warps,
-    experts with prefetched weights."""
-
-    up_values: int
-    up_warps: int
-    programs: int
-    down_rows: int
-    down_warps: int
-    down_prefetch: int
-
-
-EXPERT_GEMV = ExpertGemvTiles(4096, 4, 8, 4, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)

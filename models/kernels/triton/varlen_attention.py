@@ -17,25 +17,19 @@ class DenseVarlen:
     """See `VarlenAttention`."""
 
     def __init__(self) -> None:
-        self._runs: list[tuple[int, int, int]] = []
+        self._runs: list[tuple[int, int]] = []
 
     def plan(self, lengths: Sequence[int]) -> None:
-        """Plan (first patch, count, length) of consecutive segments of equal length."""
-        self._runs = []
-        first = 0
-        for length, members in groupby(lengths):
-            count = len(list(members))
-            self._runs.append((first, count, length))
-            first += count * length
+        """Plan (count, length) of consecutive segments of equal length."""
+        self._runs = [(len(list(members)), length) for length, members in groupby(lengths)]
 
     def run(self, kvq_P3HK: torch.Tensor, cos_sin_PK: torch.Tensor) -> torch.Tensor:
         rotate_(kvq_P3HK, cos_sin_PK)
         num_heads, head_dim = kvq_P3HK.shape[2:]
         out_PD = kvq_P3HK.new_empty((len(kvq_P3HK), num_heads * head_dim))
+        sizes = [count * length for count, length in self._runs]
         with sdpa_kernel(KERNELS, set_priority=True):
-            for first, count, length in self._runs:
-                end = first + count * length
-                k, v, q = kvq_P3HK[first:end].view(count, length, 3, num_heads, head_dim).permute(2, 0, 3, 1, 4)
-                out = F.scaled_dot_product_attention(q, k, v)
-                out_PD[first:end].view(count, length, num_heads, head_dim).copy_(out.transpose(1, 2))
+            for (count, length), kvq, out in zip(self._runs, kvq_P3HK.split(sizes), out_PD.split(sizes), strict=True):
+                k, v, q = kvq.view(count, length, 3, num_heads, head_dim).permute(2, 0, 3, 1, 4)
+                out.view(count, length, num_heads, head_dim).copy_(F.scaled_dot_product_attention(q, k, v).transpose(1, 2))
         return out_PD

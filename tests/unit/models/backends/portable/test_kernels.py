@@ -8,7 +8,7 @@ import torch
 from models.kernels.ops import NewHeads, Taps
 from models.kernels.reference.norms import rms_norm
 from models.kernels.reference.ops import TorchOps, rotate
-from models.kernels.stream import RowClass
+from models.kernels.stream import Normed, RowClass
 from models.layers.rotary import inverse_frequencies
 from models.vision.preprocess import make_taps
 from models.weights.float8 import BlockScaled, GroupScaled
@@ -88,19 +88,17 @@ def test_layer_norm(width: int, offsets: int) -> None:
 @pytest.mark.parametrize("width", [pytest.param(64, marks=in_gate), 1500])
 def test_norm_and_swiglu(width: int) -> None:
     from models.kernels.triton import text
+    from models.kernels.triton.activations import values_of
 
     generator = torch.Generator().manual_seed(0)
     x, weight, gate_up = (torch.randn(shape, generator=generator) for shape in ((5, width), (width,), (5, 2 * width)))
-    torch.testing.assert_close(text.rms_norm(x, weight, 1e-3), rms_norm(x, weight, 1e-3), rtol=1e-5, atol=1e-5)
-    assert text.rms_norm(x[:0], weight, 1e-3).shape == (0, width)
+    torch.testing.assert_close(values_of(Normed(x, None, weight, 1e-3)), rms_norm(x, weight, 1e-3), rtol=1e-5, atol=1e-5)
+    assert values_of(Normed(x[:0], None, weight, 1e-3)).shape == (0, width)
     addends = torch.randn((3, *x.shape), generator=generator)
     for parts in (addends, addends[:1]):
-        ours, theirs = x.clone(), x.clone()
-        theirs += parts.sum(0)
-        expected = rms_norm(theirs, weight, 1e-3)
-        torch.testing.assert_close(text.rms_norm(ours, weight, 1e-3, parts), expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(ours, x + parts.sum(0), rtol=1e-5, atol=1e-5)
+        ours, theirs = x.clone(), x + parts.sum(0)
+        normed = values_of(Normed(ours, parts, weight, 1e-3))
+        torch.testing.assert_close((normed, ours), (rms_norm(theirs, weight, 1e-3), theirs), rtol=1e-5, atol=1e-5)
     gate, up = gate_up.chunk(2, dim=-1)
     torch.testing.assert_close(text.swiglu(gate_up), torch.nn.functional.silu(gate) * up, rtol=1e-5, atol=1e-5)
 
@@ -129,7 +127,7 @@ def test_gemv(width: int, rows: int) -> None:
 @interpreted
 @pytest.mark.parametrize(("num_tokens", "width"), [(3, 512), (1, 1152), pytest.param(5, 256, marks=in_gate)])
 def test_what_is_rounded_to_float8(num_tokens: int, width: int) -> None:
-    from models.kernels.triton import text
+    from models.kernels.triton import activations, text
 
     torch.manual_seed(0)
     x, weight = torch.randn((num_tokens, width)) * torch.logspace(-3, 3, num_tokens * width).view(num_tokens, width), torch.randn(width)
@@ -139,7 +137,7 @@ def test_what_is_rounded_to_float8(num_tokens: int, width: int) -> None:
     normed, added = rms_norm(x + addends.sum(0), weight, 1e-3), x.clone()
     for ours, expected in (
         (text.quantized(x), x),
-        (text.rms_norm_quantized(added, weight, 1e-3, addends), normed),
+        (activations.rounded(Normed(added, addends, weight, 1e-3)), normed),
         (text.swiglu_quantized(torch.cat((gate, up), 1)), torch.nn.functional.silu(gate) * up),
     ):
         theirs = GroupScaled.quantized(expected)

@@ -50,7 +50,7 @@ def make_experts(width: int, inner: int, is_float8: bool = False, has_shared: bo
 def ours(x_TD: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None) -> torch.Tensor:
     from models.kernels.triton.products import triton_products
 
-    return triton_products(experts.gate_up).sparse_swiglu(x_TD, x_TD @ experts.router_ED.t(), experts, valid_T)
+    return triton_products(experts.gate_up).sparse_swiglu(x_TD, x_TD @ experts.router_ED.t(), experts, valid_T, x_TD.new_empty)
 
 
 def evenly(x_TD: torch.Tensor, experts: Experts) -> None:
@@ -126,9 +126,9 @@ def test_a_single_token(width: int, inner: int, chosen: int, has_shared: bool) -
 @pytest.mark.usefixtures("_few_is_little", "_poisoned")
 @pytest.mark.parametrize(("num_tokens", "has_shared"), [(1, False), pytest.param(5, True, marks=in_gate), (40, True)])
 def test_float8(num_tokens: int, has_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from models.kernels.triton import float8
+    from models.kernels.triton import moe
 
-    monkeypatch.setattr(float8, "quantized", GroupScaled.quantized)  # the interpreter, not a GPU, loses a carry when it rounds
+    monkeypatch.setattr(moe, "quantized", GroupScaled.quantized)  # the interpreter, not a GPU, loses a carry when it rounds
     torch.manual_seed(num_tokens)
     experts = make_experts(256, 128, True, has_shared)
     x = torch.randn(num_tokens, 256) * torch.logspace(-2, 2, 256)

@@ -15,6 +15,7 @@ from engine.wire.params import SamplingParams
 from engine.worker.sampling.samples import samples_of
 from models.config.formats import MatrixFormat
 from models.kernels.ops import NewHeads
+from models.kernels.stream import Normed
 from models.weights.float8 import BlockScaled, GroupScaled
 from models.weights.matrix import Matrix, Place
 
@@ -93,16 +94,16 @@ def bf16(*shape: int) -> torch.Tensor:
 
 
 def launch_text() -> None:
-    from models.kernels.triton import gemv, text
+    from models.kernels.triton import activations, gemv, text
 
     pool = bf16(4, 16, 8, 128), bf16(4, 16, 8, 128)
-    text.rms_norm(bf16(2, 4096), bf16(4096), 1e-6, torch.zeros(2, 2, 4096))
+    norm = bf16(4096), 1e-6
+    activations.values_of(Normed(bf16(2, 4096), torch.zeros(2, 2, 4096), *norm))
     text.swiglu(bf16(2, 24_576))
     slots = torch.zeros(2, dtype=torch.int64)
     text.norm_rope_store(NewHeads(bf16(2, 48 * 128), bf16(128), bf16(128), 1e-6, torch.zeros(2, 128), slots), pool)
     text.norm_rope_store(NewHeads(bf16(2, 48 * 128), None, None, 0.0, torch.zeros(2, 128), slots), pool)
     text.rotary_rows(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(64, dtype=torch.int64), torch.zeros(64))
-    norm = bf16(4096), 1e-6
     gemv.gemv(bf16(1, 4096), bf16(6144, 4096), bf16(1, 6144), norm)
     gemv.gemv(bf16(1, 4096), bf16(128, 4096), bf16(1, 128), norm, normed_1D=bf16(1, 4096))
     gemv.gemv(bf16(1, 4096), bf16(24_576, 4096), bf16(1, 12_288), norm, gated=True)
@@ -123,14 +124,14 @@ def launch_tower() -> None:
 
 
 def launch_float8() -> None:
-    from models.kernels.triton import float8, text
+    from models.kernels.triton import activations, float8, text
 
-    text.rms_norm_quantized(bf16(2, 4096), bf16(4096), 1e-6, None)
+    activations.rounded(Normed(bf16(2, 4096), None, bf16(4096), 1e-6))
     text.swiglu_quantized(bf16(2, 24_576))
     text.quantized(bf16(2, 4096))
     for num_tokens in (1, 100, 1000):
         x, weight = GroupScaled.empty(num_tokens, 4096, torch.device("cpu")), BlockScaled.empty(256, 4096, torch.device("cpu"))
-        float8.multiply(x, weight, torch.bfloat16)
+        float8.multiply(x, weight)
         if num_tokens <= float8.MOST_TOKENS:
             float8.multiply_in_parts(x, weight, torch.empty)
 
@@ -152,7 +153,7 @@ def launch_experts(capability: int, is_float8: bool) -> None:
         for tiles in EXPERT_TILES[SHARED_BYTES[capability] < 100 << 10, is_float8]:
             num_tokens = min(tiles.num_tokens, 1000)
             real = torch.ones(num_tokens, dtype=torch.bool) if num_tokens == 1000 else None
-            gate_up.sparse_swiglu(bf16(num_tokens, 512), bf16(num_tokens, 128), experts, real)
+            gate_up.sparse_swiglu(bf16(num_tokens, 512), bf16(num_tokens, 128), experts, real, bf16)
         routing.route(bf16(1, 136), replace(experts, has_shared=True), None)
         choices = routing.route(bf16(1, 128), experts, None)
         if not is_float8:
@@ -217,13 +218,13 @@ def launch_attention(capability: int) -> None:
 
 def launch_hybrid() -> None:
     from models.kernels.ops import DeltaHeads, DeltaState, StateRows
-    from models.kernels.triton import delta, text
+    from models.kernels.triton import activations, delta, text
 
     pool, slots = (bf16(4, 16, 4, 256), bf16(4, 16, 4, 256)), torch.zeros(2, dtype=torch.int64)
     text.norm_rope_store(
         NewHeads(bf16(2, 56 * 256)[:, : 32 * 256], torch.zeros(256), torch.zeros(256), 1e-6, torch.zeros(2, 64), slots), pool
     )
-    text.rms_norm(bf16(2, 5120), torch.zeros(5120), 1e-6, bf16(2, 2, 5120))
+    activations.values_of(Normed(bf16(2, 5120), bf16(2, 2, 5120), torch.zeros(5120), 1e-6))
     text.gate(bf16(2, 24 * 256), bf16(2, 24 * 256))
     text.gate(bf16(2, 512), bf16(2, 1))
     weights = bf16(10_240, 4), torch.zeros(48), torch.zeros(48), bf16(128)
