@@ -57,7 +57,8 @@ class LanguageModel(Protocol):
         """Use the input embedding as the output matrix."""
 
     def finish(self) -> None:
-        """Quantize matrices as configured, and recompute in place what is derived from weights. Call after loading and after an update."""
+        """Quantize matrices as configured, and recompute in place what is derived from weights. Call after loading,
+        before graphs are captured, and after an update."""
 
 
 def make_model(config: ModelConfig, tp: TensorParallel, backend: Backend, dtype: torch.dtype) -> LanguageModel:

@@ -34,7 +34,8 @@ class TextModel(nn.Module):
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, setup)
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
-        """Return the (S, D) normalised hidden states of `batch.logits_indices`."""
+        """Return the (S, D) normalised hidden states of `batch.logits_indices`. Only these tokens continue after the last layer's keys
+        are stored."""
         hidden_TD = self.embed_tokens(batch.input_ids_T)
         for item in batch.visual:
             hidden_TD[item.tokens] = item.level(0)
