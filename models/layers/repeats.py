@@ -62,10 +62,10 @@ class Repeats:
     def _run(
         self, kinds: dict[int, "Kind"], recorded: dict["Kind", "Recorded"], i: int, residual: Residual, call: Callable[[], object]
     ) -> None:
-        kind, parts, rows = kinds[i], residual.parts_STD, RowClass.of(len(residual.sum_TD))
+        kind, parts, first = kinds[i], residual.parts_STD, RowClass.of(len(residual.sum_TD)) if i == 0 else None
         if (found := recorded.get(kind)) is not None and found.parts == place_of(parts):
             found.captured.run(found.words[kind.layers.index(i)])
-        elif found is not None or self._is_off or kind.layers[-LEAST:][0] <= i or (i == 0 and rows in self._unequal):
+        elif found is not None or self._is_off or kind.layers[-LEAST:][0] <= i or first in self._unequal:
             call()
         else:
             try:
@@ -81,8 +81,8 @@ class Repeats:
             captured.run(words[kind.layers.index(i)])
             if place_of(residual.parts_STD) == place_of(parts):
                 recorded[kind] = Recorded(captured, words, place_of(parts))
-            elif i == 0:
-                self._unequal.add(rows)
+            elif first is not None:
+                self._unequal.add(first)
 
 
 class Recorded(NamedTuple):

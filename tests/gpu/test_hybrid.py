@@ -30,16 +30,19 @@ pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a 
 DEVICE = torch.device("cuda")
 SLACK = 1.25
 Expected = dict[str, tuple[torch.Tensor, float]]
-ATTENTION = {"2B": (8, 2), "9B": (16, 4), "27B": (24, 4), "27B over four": (6, 1), "35B": (16, 2), "122B": (32, 2), "VL 8B": (32, 8)}
+ATTENTION = {  # heads, KV heads, values of a head
+    "2B": (8, 2, 256), "9B": (16, 4, 256), "27B": (24, 4, 256), "27B over four": (6, 1, 256), "35B": (16, 2, 256), "122B": (32, 2, 256),
+    "VL 8B": (32, 8, 128),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("size", ATTENTION)
 def test_attention_equals_the_reference(backend: Backend, size: str) -> None:
-    heads = ATTENTION[size]
-    step = Step.build([300, 5000, 1, 4097], heads, 128 if heads[1] == 8 else 256, tokens=[200, 40, 1, 1]).to(DEVICE, torch.bfloat16)
+    num_heads, num_kv, head_dim = ATTENTION[size]
+    step = Step.build([300, 5000, 1, 4097], (num_heads, num_kv), head_dim, tokens=[200, 40, 1, 1]).to(DEVICE, torch.bfloat16)
     layout = replace(step.layout, num_prefill_rows=2)
     found = []
-    for attention in (backend.attention([step.pool], heads[0]), TorchAttention([step.pool])):
+    for attention in (backend.attention([step.pool], num_heads), TorchAttention([step.pool])):
         attention.plan(layout)
         found.append(attention.run(0, step.q))
     assert relative(found[0].float(), found[1].float()) < 1e-2
