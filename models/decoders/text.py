@@ -22,7 +22,7 @@ class TextModel(nn.Module):
         super().__init__()
         text = config.text
         self.ops = setup.ops
-        self._num_parts = 0 if text.moe is None else text.moe.num_experts_per_tok + text.moe.has_shared  # of a layer of experts
+        self._has_experts = text.moe is not None
         self.num_deepstack_levels = config.num_visual_levels - 1
         self._taps = text.eagle3.taps if text.eagle3 is not None else ()
         assert text.num_layers > self.num_deepstack_levels, "DeepStack follows a layer whose tokens are all computed"
@@ -41,17 +41,14 @@ class TextModel(nn.Module):
             hidden_TD[item.tokens] = item.level(0)
         residual = Residual(hidden_TD)
         slots_T = batch.attention.slot_mapping_T
-        valid_T = None if batch.padding_slot is None or not self._num_parts else slots_T != batch.padding_slot
+        valid_T = None if batch.padding_slot is None or not self._has_experts else slots_T != batch.padding_slot
         fused = attention if isinstance(attention, FusedAttention) else None
         states = batch.states[0] if batch.states else None
         rows = batch.row_class or RowClass.of(len(hidden_TD)), batch.row_class or RowClass.of(len(batch.logits_indices))
         context = LayerContext(attention, fused, *rows, self.rope.rows(batch.positions_3T), slots_T, valid_T, states, batch.rows)
         *layers, last = self._layers
-        run = self._repeats.start(
-            lambda i: self._layers[i].self_attn.cached(context), self.embed_tokens.tp.sums_by_kernels(*hidden_TD.shape)
-        )
-        if self._repeats.is_on and self._num_parts and rows[0] > RowClass.SEVERAL:  # then the first layer finds what it leaves
-            residual.add_(residual.room(self._num_parts, *hidden_TD.shape).zero_())
+        is_possible = self.embed_tokens.tp.sums_by_kernels(*hidden_TD.shape)
+        run = self._repeats.start(residual, lambda i: self._layers[i].self_attn.cached(context), is_possible)
         for i, layer in enumerate(layers):
             self._tap(i, residual, batch.hidden_TX)
             run(i, residual, partial(layer, residual, context))

@@ -141,9 +141,9 @@ class Humming(TritonProducts[Any]):
         inner_SI = swiglu(self._of_choices(kernel, x_TD, blocks, experts.num_given))
         if kernel_down.rows != blocks.rows:
             blocks = sort(choices, kernel_down.rows, is_filled=True)
-        sum_TD = room(*x_TD.shape)
-        weighted_sum(down._of_choices(kernel_down, inner_SI, blocks, 1), choices.experts_TK, choices.weights_TK, sum_TD, adds=False)
-        return sum_TD[None]
+        sum_1TD = room(1, *x_TD.shape)
+        weighted_sum(down._of_choices(kernel_down, inner_SI, blocks, 1), choices.experts_TK, choices.weights_TK, sum_1TD[0], adds=False)
+        return sum_1TD
 
     def _kernel_for(self, num_choices: int) -> Kernel:
         return next((kernel for kernel in self._kernels if num_choices <= kernel.num_choices), self._kernels[-1])

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
 
 import torch
+
+ROOM_ROWS = 4  # a single part has room for a multiple of so many tokens, as products of float8 need
 
 
 class RowClass(IntEnum):
@@ -45,14 +46,15 @@ class Residual:
 
     sum_TD: torch.Tensor
     parts_STD: torch.Tensor | None = None
-    _rooms: dict[Any, torch.Tensor] = field(default_factory=dict)
+    _rooms: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
-    def room(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def room(self, count: int, num_tokens: int, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return memory for the next parts, the same for equal shapes: the norm has read the last ones, and equal layers write the same."""
-        key = shape, dtype
+        rows = num_tokens if count > 1 else -(-num_tokens // ROOM_ROWS) * ROOM_ROWS
+        key = *shape, dtype = count, rows, width, dtype or self.sum_TD.dtype
         if key not in self._rooms:
             self._rooms[key] = self.sum_TD.new_empty(shape, dtype=dtype)
-        return self._rooms[key]
+        return self._rooms[key][:, :num_tokens]
 
     def add_(self, parts_STD: torch.Tensor) -> None:
         """residual += the sum over S. A norm must follow before the next call."""

@@ -3,8 +3,8 @@
     layer 0 ── Python, captured ──▶ layers 1 to n ── the same launches, other weights and caches
 
 Layers are of one kind if all values and shapes of tensors that can be reached from them are equal. Their only common state is the residual,
-whose parts have the same memory in each layer (`Residual.room`), and the step's own tensors. A first layer that leaves parts, but found
-none, differs from the others.
+whose parts have the same memory in each layer (`Residual.room`), and the step's own tensors. Where the first layer leaves parts, later
+steps of so many tokens begin with empty ones, so that it is like the others.
 """
 
 import logging
@@ -36,16 +36,20 @@ class Repeats:
         self._layers = layers
         self._values: list[tuple[object, list[torch.Tensor]]] = []
         self._kinds: dict[object, list[Kind]] = {}
-        self._is_warm = self._is_off = self.is_on = False  # on: the current step repeats layers
-        self._unequal: set[RowClass] = set()  # numbers of tokens whose first layer leaves parts, but finds none
+        self._is_warm = self._is_off = False
+        self._left: dict[RowClass, tuple[int, torch.dtype]] = {}  # number and type of the parts of a first layer that found none
+        self._unequal: set[RowClass] = set()  # numbers of tokens whose first layer leaves other parts than it finds
 
-    def start(self, of_step: OfStep, is_possible: bool = True) -> Run:
+    def start(self, residual: Residual, of_step: OfStep, is_possible: bool = True) -> Run:
         """Return a function that runs layer i by the given call. `of_step(i)`: tensors of the step that only layer i uses: its cache.
         `is_possible`: whether the layers only launch kernels."""
         is_warm, self._is_warm = self._is_warm, True
-        self.is_on = is_warm and is_possible and can_capture() and not self._is_off
-        if not self.is_on:
+        if not is_warm or not is_possible or not can_capture() or self._is_off:
             return lambda i, residual, call: call()
+        if (rows := RowClass.of(len(residual.sum_TD))) in self._left and rows not in self._unequal:
+            count, dtype = self._left[rows]
+            num_tokens, width = residual.sum_TD.shape
+            residual.add_(residual.room(count, num_tokens, width, dtype).zero_())
         key = tuple(tensor.data_ptr() for i in (0, len(self._layers) - 1) for tensor in of_step(i))
         if key not in self._kinds:
             self._kinds[key] = self._make_kinds(of_step)
@@ -82,7 +86,10 @@ class Repeats:
             if place_of(residual.parts_STD) == place_of(parts):
                 recorded[kind] = Recorded(captured, words, place_of(parts))
             elif first is not None:
-                self._unequal.add(first)
+                if parts is None and residual.parts_STD is not None:
+                    self._left[first] = len(residual.parts_STD), residual.parts_STD.dtype
+                else:
+                    self._unequal.add(first)
 
 
 class Recorded(NamedTuple):

@@ -229,7 +229,8 @@ class VisionTower(nn.Module):
         self.patch_embed.add_(patches_FPX, x_PD)
         num_tokens = len(x_PD) // self.config.merge_size**2
         levels = x_PD.new_empty((1 + len(self.deepstack_merger_list), num_tokens, self.config.out_hidden_size))
-        residual, run = Residual(x_PD), self._repeats.start(lambda i: [self._offsets[2 * i : 2 * i + 2]], is_whole)
+        residual = Residual(x_PD)
+        run = self._repeats.start(residual, lambda i: [self._offsets[2 * i : 2 * i + 2]], is_whole)
         for i, block in enumerate(self._blocks):
             run(i, residual, partial(block.add_, x_PD, cos_sin_PK, self._offsets[2 * i : 2 * i + 2]))
             if i in self.config.deepstack_indexes:

@@ -94,7 +94,7 @@ class TritonFloat8(TritonProducts[BlockScaled]):
         if rows <= RowClass.SOME:
             residual.add_(multiply_in_parts(x_TX, self.matrix, residual.room))
         else:
-            residual.add_(self.multiply(x_TX, rows, residual.room(len(x_TX.padded), self.width))[None])
+            residual.add_(self.multiply(x_TX, rows, residual.room(1, len(x_TX.padded), self.width)[0])[None])
 
     def product_f32(self, x_TX: torch.Tensor, rows: RowClass, out_TN: torch.Tensor | None = None) -> torch.Tensor:
         assert out_TN is None

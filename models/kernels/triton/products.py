@@ -55,7 +55,7 @@ class TritonProducts(Products[S]):
             self.gemv(single[0], residual.sum_TD, single[1], adds=True)
 
     def add_many_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
-        residual.add_(self.product_of_many(x_TX, rows, residual.room(len(residual.sum_TD), self.width))[None])
+        residual.add_(self.product_of_many(x_TX, rows, residual.room(1, len(residual.sum_TD), self.width)[0])[None])
 
     def expert_swiglu(self, x_1D: torch.Tensor, chosen_K: torch.Tensor) -> torch.Tensor:
         """Return (K, I), silu(gate) * up of a token's chosen experts; undefined at a choice of -1."""

@@ -84,7 +84,8 @@ def run_model(
 
     monkeypatch.setattr(repeats, "capture", capture)
     monkeypatch.setattr(repeats, "can_capture", lambda: True)
-    residual, run = Residual(torch.zeros(1, 2)), made.start(lambda i: [])
+    residual = Residual(torch.zeros(1, 2))
+    run = made.start(residual, lambda i: [])
     for i, layer in enumerate(layers):
 
         def call(i: int = i, layer: Layer = layer) -> None:
@@ -117,23 +118,24 @@ def test_one_layer_of_a_kind_runs_in_python(monkeypatch: pytest.MonkeyPatch) -> 
     assert TARGET == [7 * 255.0]
 
 
-def test_a_layer_of_experts_that_finds_empty_parts_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_finds_empty_parts_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model_folder(tmp_path, SHAPES["tiny-moe"], weights="random", seed=0)
-    model, captured_parts = harness.load(tmp_path), []
+    model, found = harness.load(tmp_path), []
 
     def logits() -> torch.Tensor:
         runner = harness.PagedRunner(model)
-        session = runner.start(harness.Prompt([3 * i % 97 for i in range(RowClass.SEVERAL + 1)], [], []))
+        session = runner.start(harness.Prompt([3 * i % 97 for i in range(9)], [], []))
         return runner.step([(session, len(session.ids))], 1)
 
     def capture(call: Callable[[], object]) -> None:
-        captured_parts.append(call.args[0].parts_STD)  # type: ignore[attr-defined]
+        found.append(call.args[0].parts_STD)  # type: ignore[attr-defined]
         raise Unsupported("a test")
 
     expected = logits()
     monkeypatch.setattr(repeats, "capture", capture)
     monkeypatch.setattr(repeats, "can_capture", lambda: True)
-    assert logits().equal(expected) and captured_parts[0].shape[0] == model.config.text.moe.num_experts_per_tok  # type: ignore[union-attr]
+    model.language_model._repeats._left[RowClass.of(9)] = 3, torch.float32
+    assert logits().equal(expected) and found[0].shape == (3, 9, model.config.text.hidden_size)
 
 
 def test_a_failed_compilation_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
