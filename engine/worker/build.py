@@ -157,7 +157,7 @@ def load(child: Child, model_config: ModelConfig, rank: int, device: torch.devic
     warm.result()
     if tower_stream is not None:
         with phase("compilation of a step's kernels"):
-            run_once(model, backend, config, tower_stream)
+            run_once(model, backend, config, tower_stream, sizes)
     adapters = make_adapters(child, model, backend, tower_stream)
     return Loaded(backend, sizes, tp, model, *sampling.result(), decoder, tower_stream, adapters)
 

@@ -1,20 +1,24 @@
 """Memory of a device and of a step, measured; `engine/wire/memory.py` divides it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from engine.wire.config import EngineConfig
 from engine.wire.memory import Used, gather_bytes
 from engine.wire.messages import SamplingParams
+from engine.wire.step_sizes import StepSizes
 from engine.worker.head import run_head
-from engine.worker.sampling.samples import samples_of
-from models.cache.layout import AttentionLayout
+from engine.worker.sampling.samples import Int64s, samples_of
+from engine.worker.warm_up import SMALL
+from models.cache.layout import AttentionLayout, offsets_of
 from models.cache.spec import CacheSpec
 from models.cache.states import RowStates
 from models.decoders.batch import ForwardBatch
 from models.decoders.contract import LanguageModel
 from models.kernels.backend import Backend
+from models.kernels.compiling import compiling
 from models.kernels.ops import StateRows
 from models.kernels.paged import allocate_pools
 from models.kernels.sampling import SamplingOps
@@ -64,10 +68,18 @@ def measure(
 
 
 @torch.inference_mode()
-def run_once(model: LanguageModel, backend: Backend, config: EngineConfig, tower_stream: torch.cuda.Stream) -> None:
-    """Run what `measure` measures, but for sampling, so that its kernels are compiled."""
-    for run in _runs(model, backend, config, 1, tower_stream):
-        run()
+def run_once(model: LanguageModel, backend: Backend, config: EngineConfig, tower_stream: torch.cuda.Stream, sizes: StepSizes) -> None:
+    """Compile the kernels of all usual steps, many at once, then run what `measure` measures, but for sampling."""
+    prompts = config.max_num_batched_tokens, sizes.mixed[0], sizes.usual, sizes.mixed[-1], *SMALL
+    steps = [[size] for size in prompts] + [[1] * size for size in sizes.decodes if not size & (size - 1)]
+    encode, step = _runs(model, backend, config, steps[0], 1, tower_stream)
+    with compiling(model.device):
+        encode()
+        for lengths in steps:
+            if 1 < sum(lengths) <= config.max_num_batched_tokens:  # kernels that are no Triton's read the experts of a single token
+                _runs(model, backend, config, lengths, len(lengths), tower_stream)[1]()
+    encode()
+    step()
 
 
 @torch.inference_mode()
@@ -76,7 +88,7 @@ def _peaks(
 ) -> tuple[int, int]:
     """Measure an encoder budget of images (on `tower_stream`), then a full batch of tokens whose rows all sample by sorting. Pools and
     states of rows are not counted."""
-    encode, step = _runs(model, backend, config, num_logits, tower_stream)
+    encode, step = _runs(model, backend, config, [config.max_num_batched_tokens], num_logits, tower_stream)
 
     def sampled_step() -> None:
         logits_SV = step()
@@ -88,12 +100,12 @@ def _peaks(
 
 
 def _runs(
-    model: LanguageModel, backend: Backend, config: EngineConfig, num_logits: int, tower_stream: torch.cuda.Stream
+    model: LanguageModel, backend: Backend, config: EngineConfig, lengths: Sequence[int], num_logits: int, tower_stream: torch.cuda.Stream
 ) -> tuple[Callable[[], None], Callable[[], torch.Tensor]]:
-    device, num_tokens, spec = model.device, config.max_num_batched_tokens, model.cache_spec
-    num_blocks = -(-num_tokens // config.block_size)
-    pools = allocate_pools(spec.paged, num_blocks, config.block_size, model.dtype, device)
-    batch = _one_long_row(num_tokens, num_blocks, num_logits, spec, device)
+    """Return functions that encode an encoder budget and compute a step of rows without a context: a prompt, or tokens of decode rows."""
+    device, spec = model.device, model.cache_spec
+    batch = _batch_of(np.asarray(lengths), config.block_size, num_logits, spec, device)
+    pools = allocate_pools(spec.paged, len(batch.attention.pages), config.block_size, model.dtype, device)
     tower_stream.wait_stream(torch.cuda.current_stream(device))  # random weights may still be in transfer
 
     def encode() -> None:
@@ -111,17 +123,19 @@ def _runs(
     return encode, step
 
 
-def _one_long_row(num_tokens: int, num_blocks: int, num_logits: int, spec: CacheSpec, device: torch.device) -> ForwardBatch:
-    positions = torch.arange(num_tokens, device=device)
+def _batch_of(lengths_R: Int64s, block_size: int, num_logits: int, spec: CacheSpec, device: torch.device) -> ForwardBatch:
+    num_tokens, num_pages_R = int(lengths_R.sum()), -(-lengths_R // block_size)
+    positions, pages = torch.arange(num_tokens, device=device), torch.arange(int(num_pages_R.sum()), dtype=torch.int32, device=device)
     layout = AttentionLayout(
-        qo_indptr_cpu=torch.tensor([0, num_tokens], dtype=torch.int32),
-        kv_lens_cpu=torch.tensor([num_tokens], dtype=torch.int32),
-        page_indptr_cpu=torch.tensor([0, num_blocks], dtype=torch.int32),
-        pages=torch.arange(num_blocks, dtype=torch.int32, device=device),
+        qo_indptr_cpu=offsets_of(lengths_R),
+        kv_lens_cpu=torch.from_numpy(lengths_R.astype(np.int32)),
+        page_indptr_cpu=offsets_of(num_pages_R),
+        pages=pages,
         slot_mapping_T=positions,
-        num_prefill_rows=1,
+        num_prefill_rows=int(len(lengths_R) == 1),
     )
     logits_indices = torch.arange(min(num_logits, num_tokens), device=device)
-    states = tuple(RowStates(group, 1, device) for group in spec.states)
-    rows = StateRows(positions[:1], layout.qo_indptr_cpu.to(device), 1)
-    return ForwardBatch(torch.zeros_like(positions), positions.expand(3, -1), layout, (), logits_indices, states, rows)
+    states = tuple(RowStates(group, len(lengths_R), device) for group in spec.states)
+    rows = StateRows(positions[: len(lengths_R)], layout.qo_indptr_cpu.to(device), layout.num_prefill_rows)
+    padding_slot = None if layout.num_prefill_rows else 0  # as in graphs
+    return ForwardBatch(torch.zeros_like(positions), positions.expand(3, -1), layout, (), logits_indices, states, rows, padding_slot)

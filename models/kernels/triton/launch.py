@@ -10,6 +10,8 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from models.kernels.compiling import compiler_of_thread
+
 OVERLAP_CAPABILITY = (9, 0)  # compute capability from which programmatic dependent launch is available
 
 
@@ -43,7 +45,10 @@ class Kernel:
         if self._overlaps:
             device = next(each.device for each in args if isinstance(each, torch.Tensor))
             options |= {"OVERLAP": True, "launch_pdl": True} if capability_of(device) >= OVERLAP_CAPABILITY else {"OVERLAP": False}
-        self.jitted[grid](*args, **options)
+        if (compiler := compiler_of_thread()) is None:
+            self.jitted[grid](*args, **options)
+        else:
+            compiler.add(self.jitted, grid, args, options)
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., None]], Kernel]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -284,6 +285,32 @@ def test_every_kernel_compiles_and_fits(capability: int, launches: list[Launch])
         assert compiled.metadata.shared <= SHARED_BYTES[capability], launch.name
         assert len(compiled.asm["cubin"]) and f".target sm_{capability}" in compiled.asm["ptx"], launch.name
         assert ("griddepcontrol" in compiled.asm["ptx"]) <= (capability >= 90), launch.name
+
+
+@pytest.mark.compile
+def test_what_is_compiled_in_advance_is_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from models.kernels.compiling import compiling
+    from models.kernels.triton.launch import Kernel
+
+    device = {"device": lambda: 0, "stream": lambda _: 0, "target": lambda: GPUTarget("cuda", 90, 32)}
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(**{f"get_current_{name}": get for name, get in device.items()}))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    with compiling(torch.device("cpu")):
+        launch_hybrid()
+    versions: dict[Any, set[Any]] = {}
+
+    def launch(kernel: Kernel, grid: Any, *arguments: Any, **options: Any) -> None:
+        options |= {"OVERLAP": False} if "OVERLAP" in kernel.jitted.arg_names else {}
+        found = versions.setdefault(kernel, set(kernel.jitted.device_caches[0][0]))
+        kernel.jitted.run(*arguments, grid=grid, warmup=True, **options)
+        assert found == set(kernel.jitted.device_caches[0][0]), kernel.jitted
+
+    monkeypatch.setattr(Kernel, "_launch", launch)
+    launch_hybrid()
+    assert versions
 
 
 def test_every_kernel_is_here(launches: list[Launch]) -> None:

@@ -1,0 +1,58 @@
+"""Compilation of Triton's kernels before their first launch, all at once: one after the other they take most of a first start."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+
+class Compiler:
+    """Compiler of versions of kernels, each once, in other threads."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool, self._added = pool, set[Any]()
+
+    def add(self, jitted: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Compile what a launch with these arguments would need."""
+        version = jitted, *map(_version_of, jitted.params, args), *options.items()
+        if version not in self._added:
+            self._added.add(version)
+            types = [each.dtype if isinstance(each, torch.Tensor) else each for each in args]  # the tensors' memory is free
+            self._pool.submit(jitted.warmup, *types, grid=grid, **options)
+
+
+def _version_of(parameter: Any, value: Any) -> Any:
+    """Return what Triton distinguishes of an argument, of tensors less: they are aligned."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype
+    if isinstance(value, int) and not parameter.is_constexpr:
+        return not parameter.do_not_specialize and (value == 1, value % 16 == 0), value >> 31 == 0
+    return value
+
+
+class _Thread(threading.local):
+    compiler: Compiler | None = None
+
+
+_thread = _Thread()
+
+
+def compiler_of_thread() -> Compiler | None:
+    """Return the compiler of kernels that are not launched; None: they are."""
+    return _thread.compiler
+
+
+@contextmanager
+def compiling(device: torch.device) -> Iterator[None]:
+    """Compile Triton's kernels instead of launching them in this thread. Everything else runs, so results are undefined: what reads them as
+    addresses must not run. A compilation that fails is repeated by the first launch, which raises."""
+    with ThreadPoolExecutor(initializer=partial(torch.cuda.set_device, device)) as pool:
+        _thread.compiler = Compiler(pool)
+        try:
+            yield
+        finally:
+            _thread.compiler = None
