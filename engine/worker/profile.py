@@ -135,7 +135,7 @@ def _batch_of(lengths_R: Int64s, block_size: int, num_logits: int, spec: CacheSp
         num_prefill_rows=int(len(lengths_R) == 1),
     )
     logits_indices = torch.arange(min(num_logits, num_tokens), device=device)
-    states = tuple(RowStates(group, len(lengths_R), device) for group in spec.states)
+    states = tuple(RowStates(group, 1, device) for group in spec.states)
     rows = StateRows(positions[: len(lengths_R)], layout.qo_indptr_cpu.to(device), layout.num_prefill_rows)
     padding_slot = None if layout.num_prefill_rows else 0  # as in graphs
     return ForwardBatch(torch.zeros_like(positions), positions.expand(3, -1), layout, (), logits_indices, states, rows, padding_slot)
