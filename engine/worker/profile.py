@@ -70,12 +70,13 @@ def measure(
 @torch.inference_mode()
 def run_once(model: LanguageModel, backend: Backend, config: EngineConfig, tower_stream: torch.cuda.Stream, sizes: StepSizes) -> None:
     """Compile the kernels of all usual steps, many at once, then run what `measure` measures, but for sampling."""
-    prompts = config.max_num_batched_tokens, sizes.mixed[0], sizes.usual, sizes.mixed[-1], *SMALL
-    steps = [[size] for size in prompts] + [[1] * size for size in sizes.decodes if not size & (size - 1)]
-    encode, step = _runs(model, backend, config, steps[0], 1, tower_stream)
+    prompts = [[size] for size in (*SMALL, sizes.mixed[0], sizes.usual, sizes.mixed[-1])]
+    decodes = [[1] * size for size in sizes.decodes if not size & (size - 1)]
+    encode, step = _runs(model, backend, config, [config.max_num_batched_tokens], 1, tower_stream)
     with compiling(model.device):
         encode()
-        for lengths in steps:
+        step()
+        for lengths in (*prompts, *decodes):
             if 1 < sum(lengths) <= config.max_num_batched_tokens:  # kernels that are no Triton's read the experts of a single token
                 _runs(model, backend, config, lengths, len(lengths), tower_stream)[1]()
     encode()
