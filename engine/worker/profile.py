@@ -69,16 +69,18 @@ def measure(
 
 @torch.inference_mode()
 def run_once(model: LanguageModel, backend: Backend, config: EngineConfig, tower_stream: torch.cuda.Stream, sizes: StepSizes) -> None:
-    """Compile the kernels of all usual steps, many at once, then run what `measure` measures, but for sampling."""
+    """Run what `measure` measures, but for sampling. Before, compile the kernels of all usual steps, many at once; with experts or several
+    ranks, where no GPU has shown this, each when it is launched."""
     prompts = [[size] for size in (*SMALL, sizes.mixed[0], sizes.usual, sizes.mixed[-1])]
     decodes = [[1] * size for size in sizes.decodes if not size & (size - 1)]
     encode, step = _runs(model, backend, config, [config.max_num_batched_tokens], 1, tower_stream)
-    with compiling(model.device):
-        encode()
-        step()
-        for lengths in (*prompts, *decodes):
-            if 1 < sum(lengths) <= config.max_num_batched_tokens:  # kernels that are no Triton's read the experts of a single token
-                _runs(model, backend, config, lengths, len(lengths), tower_stream)[1]()
+    if model.config.text.moe is None and model.tp.size == 1:
+        with compiling(model.device):
+            encode()
+            step()
+            for lengths in (*prompts, *decodes):
+                if sum(lengths) <= config.max_num_batched_tokens:
+                    _runs(model, backend, config, lengths, len(lengths), tower_stream)[1]()
     encode()
     step()
 
