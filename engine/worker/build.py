@@ -166,9 +166,10 @@ def make_sampler(child: Child, model_config: ModelConfig, backend: Backend, size
     config, num_samples = child.config, max_samples(child.config, sizes)
     ops = backend.sampling(num_samples, model_config.text.vocab_size)
     sampler = Sampler(ops, config.max_num_seqs, num_samples, model_config, Path(child.runtime.model_folder), backend.device)
+    loading = sampler.rules.load_early() if backend.device.type == "cuda" and rank == 0 else None
     sampler.warm_up()
-    if backend.device.type == "cuda" and rank == 0:
-        sampler.rules.load()  # takes seconds that would delay streams later
+    if loading is not None:
+        loading.result()  # takes seconds that would delay streams later
     return ops, sampler
 
 

@@ -190,9 +190,9 @@ class TokenRules:
     def load(self) -> None:
         vocabulary_of(self._folder)
 
-    def load_early(self) -> None:
+    def load_early(self) -> Future[None]:
         """Load in a thread, for the first grammar, which would wait for it."""
-        self._loader.submit(self.load)
+        return self._loader.submit(self.load)
 
     def admit(self, admit: Admit, arena: ArenaView | None) -> None:
         """Assign the row to a request. `arena`: None on ranks that do not sample."""
