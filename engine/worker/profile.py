@@ -69,8 +69,8 @@ def measure(
 
 @torch.inference_mode()
 def run_once(model: LanguageModel, backend: Backend, config: EngineConfig, tower_stream: torch.cuda.Stream, sizes: StepSizes) -> None:
-    """Run what `measure` measures, but for sampling. Before, compile the kernels of all usual steps, many at once; with experts or several
-    ranks, where no GPU has shown this, each when it is launched."""
+    """Run what `measure` measures, but for sampling. Before, compile the kernels of all usual steps, many at once: not with experts, whose
+    choices CUDA kernels read as addresses, nor with several ranks, on which this has not run."""
     prompts = [[size] for size in (*SMALL, sizes.mixed[0], sizes.usual, sizes.mixed[-1])]
     decodes = [[1] * size for size in sizes.decodes if not size & (size - 1)]
     encode, step = _runs(model, backend, config, [config.max_num_batched_tokens], 1, tower_stream)

@@ -17,7 +17,6 @@ class Compiler:
         self._pool, self._added = pool, set[Any]()
 
     def add(self, jitted: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Compile what a launch with these arguments would need."""
         version = jitted, *map(_version_of, jitted.params, args), *options.items()
         if version not in self._added:
             self._added.add(version)
@@ -26,7 +25,7 @@ class Compiler:
 
 
 def _version_of(parameter: Any, value: Any) -> Any:
-    """Return what Triton distinguishes of an argument, of tensors less: they are aligned."""
+    """Return what Triton distinguishes of an argument; tensors are aligned."""
     if isinstance(value, torch.Tensor):
         return value.dtype
     if isinstance(value, int) and not parameter.is_constexpr:
@@ -42,7 +41,7 @@ _thread = _Thread()
 
 
 def compiler_of_thread() -> Compiler | None:
-    """Return the compiler of kernels that are not launched; None: they are."""
+    """Return the compiler of kernels that are not launched; None: they are launched."""
     return _thread.compiler
 
 

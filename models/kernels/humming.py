@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from models.kernels.compiling import compiler_of_thread
 from models.kernels.ops import Experts
 from models.kernels.stream import Activation, RowClass
 from models.kernels.triton.activations import values_of
@@ -151,8 +150,7 @@ class Humming(TritonProducts[Any]):
 
     def _of_choices(self, kernel: Kernel, x: torch.Tensor, blocks: SortedChoices, per_input: int) -> torch.Tensor:
         """Return (S, N), the products of the choices, undefined at a choice of -1. `per_input` choices share each row of x."""
-        out_SN = x.new_empty((len(x) * per_input, self.width // self.count))
-        return out_SN if compiler_of_thread() else self._launch(
-            configs=kernel.table, inputs=x, outputs=out_SN, top_k=per_input,
+        return self._launch(
+            configs=kernel.table, inputs=x, outputs=x.new_empty((len(x) * per_input, self.width // self.count)), top_k=per_input,
             sorted_ids=blocks.choices, expert_ids=blocks.experts_B, num_tokens_padded=blocks.end_1,
         )  # fmt: skip

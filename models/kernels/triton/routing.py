@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from models.kernels.compiling import compiler_of_thread
 from models.kernels.ops import Experts
 from models.kernels.triton.launch import await_kernel, await_previous_kernel, cdiv, kernel, power_of_2
 
@@ -139,8 +138,6 @@ def route(
     num_tokens, given = len(logits_TE), experts.num_given
     assert logits_TE.is_contiguous() and (parts_KTD is None or parts_KTD.is_contiguous())
     experts_TK, ranks_TK = (logits_TE.new_empty((num_tokens, given), dtype=torch.int32) for _ in range(2))
-    if compiler_of_thread() is not None:
-        experts_TK.zero_()  # kernels that are not Triton's read them as addresses
     weights_TK = logits_TE.new_empty((num_tokens, given))
     counts_E = logits_TE.new_zeros(experts.count, dtype=torch.int32) if counted else None
     _route[(num_tokens,)](
