@@ -46,12 +46,12 @@ class Residual:
 
     sum_TD: torch.Tensor
     parts_STD: torch.Tensor | None = None
-    _rooms: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    _rooms: dict[tuple[tuple[int, int, int], torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def room(self, count: int, num_tokens: int, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return memory for the next parts, the same for equal shapes: the norm has read the last ones, and equal layers write the same."""
         rows = num_tokens if count > 1 else -(-num_tokens // ROOM_ROWS) * ROOM_ROWS
-        key = *shape, dtype = count, rows, width, dtype or self.sum_TD.dtype
+        key = shape, dtype = (count, rows, width), dtype or self.sum_TD.dtype
         if key not in self._rooms:
             self._rooms[key] = self.sum_TD.new_empty(shape, dtype=dtype)
         return self._rooms[key][:, :num_tokens]
