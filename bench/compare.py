@@ -11,7 +11,6 @@ medians; a gain below zero means that the new version is slower.
 import argparse
 import asyncio
 import contextlib
-import hashlib
 import json
 import shlex
 import statistics
@@ -127,8 +126,7 @@ async def greedy(url: str) -> list[str]:
 
 async def compare(args: argparse.Namespace, model: str, old: Path) -> dict[str, Samples]:
     flags, found = engine_flags(model, args.flags), {}
-    digest = hashlib.sha256(str(args.old).encode()).hexdigest()[:16]
-    cache = KERNEL_CACHE.expanduser() / digest
+    cache = KERNEL_CACHE.expanduser() / Path(args.old).name
     own = ["env", f"FLASHINFER_WORKSPACE_BASE={cache}", f"TRITON_CACHE_DIR={cache / 'triton'}"]
     async with contextlib.AsyncExitStack() as running:
         urls = {}

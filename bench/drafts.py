@@ -10,6 +10,7 @@ Starts an engine without and one with drafts. With --accept, for dummy weights, 
 
 import argparse
 import asyncio
+import inspect
 import itertools
 import random
 import shlex
@@ -27,24 +28,10 @@ from models.demo.questions import question
 
 BEAT_S = 1.5  # until the metrics include the last steps
 FIELDS = ("name", "town", "street", "date_of_birth", "customer_number", "iban", "amount_due", "remarks")
-CODE = """class Basket:
-    def __init__(self, owner):
-        self.owner = owner
-        self.items = []
-
-    def add(self, name, price, count=1):
-        for item in self.items:
-            if item["name"] == name and item["price"] == price:
-                item["count"] += count
-                return item
-        item = {"name": name, "price": price, "count": count}
-        self.items.append(item)
-        return item
-"""
 
 
 def forms(i: int) -> dict[str, Any]:
-    """Return OCR text of a page to convert to JSON; all pages have the same fields."""
+    """Return OCR text of a page to convert to JSON."""
     rng = random.Random(i)
     values = (f"Ada {rng.randint(1, 99)}", "Aarhus", f"High Street {rng.randint(1, 99)}", f"19{rng.randint(40, 99)}-01-11",
               rng.randint(10**7, 10**8), f"NL{rng.randint(10**9, 10**10)}", f"{rng.randint(1, 999)}.50 EUR", "none")  # fmt: skip
@@ -53,9 +40,8 @@ def forms(i: int) -> dict[str, Any]:
 
 
 def code(i: int) -> dict[str, Any]:
-    """Return a small change to a text that the answer repeats."""
-    name = ("price", "items", "owner", "count")[i % 4]
-    asked = f"Rename `{name}` to `{name}_{i}` and repeat the whole file, nothing else.\n\n{CODE}"
+    name = ("rng", "values", "page", "value")[i % 4]
+    asked = f"Rename `{name}` to `{name}_{i}` and repeat the whole file, nothing else.\n\n{inspect.getsource(forms)}"
     return {"messages": [user_message([], asked)]}
 
 

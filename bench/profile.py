@@ -15,7 +15,6 @@ import os
 import signal
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import uvloop
@@ -31,11 +30,10 @@ TEXT_TOKENS = 256
 WARM_UPS = 2
 SHOWN, WIDTH = 12, 60  # rows and columns of the tables
 LIMIT_S = 120.0  # to start and to write a recording
-WINDOW_S, MARGIN = 0.35, 1.3  # of decoding; it begins after so many times the warm-up's longest time to the first token
+WINDOW_S, MARGIN = 0.35, 1.3  # of decoding, after so many longest times to the first token
 
 
 async def measure(args: argparse.Namespace, file: Path) -> list[Recording]:
-    """Return a recording for each number of streams."""
     found: list[Recording] = []
 
     async def signalled(result: Path) -> None:
@@ -44,8 +42,7 @@ async def measure(args: argparse.Namespace, file: Path) -> list[Recording]:
             while not result.exists():
                 await asyncio.sleep(0.05)
 
-    async def driven(streams: int) -> float:
-        """Return the longest time to the first token, in seconds."""
+    async def longest_ttft(streams: int) -> float:
         args.seed += streams
         answers = await drive(client, make_bodies(args, model, streams, args.seed, client.words), streams)
         if errors := [answer.error for answer in answers if answer.error]:
@@ -58,20 +55,20 @@ async def measure(args: argparse.Namespace, file: Path) -> list[Recording]:
         model = await client.model()
         await client.learn_words(model)
         for streams in args.streams:
-            longest = [await driven(streams) for _ in range(WARM_UPS)][-1]
+            longest = [await longest_ttft(streams) for _ in range(WARM_UPS)][-1]
+            if not is_window:
+                await signalled(started)
+            driving = asyncio.create_task(longest_ttft(streams))
             if is_window:
-                driving = asyncio.create_task(driven(streams))
                 await asyncio.sleep(MARGIN * longest)
                 await signalled(started)
                 await asyncio.sleep(WINDOW_S)
                 if driving.done():
                     raise SystemExit("the answers are too short: more --output-tokens")
-                await signalled(file)
-                await driving
             else:
-                await signalled(started)
-                await driven(streams)
-                await signalled(file)
+                await driving
+            await signalled(file)
+            await driving
             found.append(msgspec.json.decode(file.read_bytes(), type=Recording))
             file.unlink()
     return found
@@ -88,18 +85,19 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = uvloop.run(measure(args, Path(folder, EXPERTS if args.experts else "recording")))
-    write_result(args, result=[shown(args, streams, recording) for streams, recording in zip(args.streams, found, strict=True)])
+    for streams, recording in zip(args.streams, found, strict=True):
+        print(f"{streams} streams, {args.images} x {args.resolution} each")
+        show_experts(recording) if args.experts else show_kernels(recording)
+    write_result(args, result=dict(zip(args.streams, map(msgspec.to_builtins, found), strict=True)))
 
 
-def shown(args: argparse.Namespace, streams: int, found: Recording) -> dict[str, Any]:
-    """Print a recording and return it."""
-    print(f"{streams} streams, {args.images} x {args.resolution} each")
-    if args.experts:
-        print(table(["layer", "experts per step", "expected"], [[i, *map("{:.1f}".format, each)] for i, each in enumerate(found.experts)]))
-        return {"streams": streams, "experts": found.experts}
+def show_experts(found: Recording) -> None:
+    print(table(["layer", "experts per step", "expected"], [[i, *map("{:.1f}".format, each)] for i, each in enumerate(found.experts)]))
+
+
+def show_kernels(found: Recording) -> None:
     idle = sum(gap for gap, _, _ in found.gaps)
     print(f"{found.span:.1f} ms from the first kernel to the last, {idle:.2f} ms idle in {len(found.gaps)} gaps")
     print(table(["ms", "calls", "kernel"], [[f"{ms:.3f}", calls, name[:WIDTH]] for name, calls, ms in found.kernels[:SHOWN]]))
     longest = [[f"{gap:.3f}", before[:WIDTH], after[:WIDTH]] for gap, before, after in found.gaps[:SHOWN]]
     print(table(["gap, ms", "after", "before"], longest))
-    return {"streams": streams, "span_ms": found.span, "idle_ms": idle, "longest": longest, "kernels": found.kernels}

@@ -32,7 +32,7 @@ def commit_of_clone() -> str:
     words = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
     if commit.endswith("-dirty"):
-        raise RuntimeError("the clone has changes: commit them, or name the version with --commit")
+        raise RuntimeError("commit the clone's changes, or pass --commit")
     return commit
 
 
