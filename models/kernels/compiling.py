@@ -33,16 +33,11 @@ def _version_of(parameter: Any, value: Any) -> Any:
     return value
 
 
-class _Thread(threading.local):
-    compiler: Compiler | None = None
+class Thread(threading.local):
+    compiler: Compiler | None = None  # of kernels that are not launched; None: they are launched
 
 
-_thread = _Thread()
-
-
-def compiler_of_thread() -> Compiler | None:
-    """Return the compiler of kernels that are not launched; None: they are launched."""
-    return _thread.compiler
+THIS_THREAD = Thread()
 
 
 @contextmanager
@@ -50,8 +45,8 @@ def compiling(device: torch.device) -> Iterator[None]:
     """Compile Triton's kernels instead of launching them in this thread. Everything else runs, so results are undefined: what reads them as
     addresses must not run. A compilation that fails is repeated by the first launch, which raises."""
     with ThreadPoolExecutor(initializer=partial(torch.cuda.set_device, device)) as pool:
-        _thread.compiler = Compiler(pool)
+        THIS_THREAD.compiler = Compiler(pool)
         try:
             yield
         finally:
-            _thread.compiler = None
+            THIS_THREAD.compiler = None

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from models.kernels.captured import Captured, Unsupported, Words, can_capture, capture, moved
-from models.kernels.compiling import compiler_of_thread
+from models.kernels.compiling import THIS_THREAD
 from models.kernels.stream import Residual, RowClass
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Repeats:
     def start(self, residual: Residual, of_step: OfStep, is_possible: bool = True) -> Run:
         """Return a function that runs layer i by the given call. `of_step(i)`: tensors of the step that only layer i uses: its cache.
         `is_possible`: whether the layers only launch kernels."""
-        is_warm, self._is_warm = self._is_warm, compiler_of_thread() is None
+        is_warm, self._is_warm = self._is_warm, THIS_THREAD.compiler is None
         if not is_warm or not is_possible or not can_capture() or self._is_off:
             return lambda i, residual, call: call()
         if (rows := RowClass.of(len(residual.sum_TD))) in self._left and rows not in self._unequal:

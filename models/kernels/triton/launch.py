@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from models.kernels.compiling import compiler_of_thread
+from models.kernels.compiling import THIS_THREAD
 
 OVERLAP_CAPABILITY = (9, 0)  # compute capability from which programmatic dependent launch is available
 
@@ -45,7 +45,7 @@ class Kernel:
         if self._overlaps:
             device = next(each.device for each in args if isinstance(each, torch.Tensor))
             options |= {"OVERLAP": True, "launch_pdl": True} if capability_of(device) >= OVERLAP_CAPABILITY else {"OVERLAP": False}
-        if (compiler := compiler_of_thread()) is None:
+        if (compiler := THIS_THREAD.compiler) is None:
             self.jitted[grid](*args, **options)
         else:
             compiler.add(self.jitted, grid, args, options)

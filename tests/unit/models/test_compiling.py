@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.kernels.compiling import compiler_of_thread, compiling
+from models.kernels.compiling import THIS_THREAD, compiling
 
 VERSIONS = (32, 5, 7, 4), (33, 6, 7, 4), (1, 7, 7, 4), (32, 5, 8, 4), (32, 5, 7, 8)  # size, tokens, constant, warps
 OTHERS = (64, 6, 7, 4), (32, 1, 7, 4), (17, 16, 7, 4)
@@ -18,7 +18,7 @@ class Jitted:
         self.compiled: list[tuple[Any, ...]] = []
 
     def warmup(self, *args: Any, grid: tuple[int, ...], num_warps: int) -> None:
-        assert compiler_of_thread() is None and grid == (1,)
+        assert THIS_THREAD.compiler is None and grid == (1,)
         self.compiled.append((*args[1:], num_warps))
 
 
@@ -27,7 +27,7 @@ def test_each_version_of_a_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     jitted, x = Jitted(), torch.zeros(3)
     with compiling(torch.device("cpu")):
-        compiler = compiler_of_thread()
+        compiler = THIS_THREAD.compiler
         assert compiler is not None
         for *args, warps in VERSIONS + OTHERS:
             compiler.add(jitted, (1,), (x, *args), {"num_warps": warps})
