@@ -2,7 +2,8 @@
 
     python -m bench lora --model Qwen3-VL-8B --json lora.json
 
-Both engines share the device; published sizes get dummy weights, and the adapters are random. `x` is relative to the first engine.
+Both engines share the device; published sizes get dummy weights, and the adapters are random. On a card with less than 100 GiB pass
+`--flags "--kv-cache-memory-bytes 6G --image-cache-bytes 1G"`. `x` is relative to the first engine.
 """
 
 import argparse

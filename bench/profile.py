@@ -5,8 +5,7 @@
     python -m bench profile --model Qwen3-VL-30B-A3B --images 0 --streams 64 --output-tokens 64 --experts
 
 Starts an engine, with dummy weights for a published size, whose worker records its kernels (bench/tracing.py): of the prompts, or, with
-`--output-tokens`, of 0.35 s of decoding. `--experts` counts the distinct experts of each layer and step instead, next to their expected
-number for uniform routing.
+`--output-tokens`, of 0.35 s of decoding. `--experts` counts the distinct experts of each layer and step instead, and their expected number.
 """
 
 import argparse
@@ -30,7 +29,7 @@ TEXT_TOKENS = 256
 WARM_UPS = 2
 SHOWN, WIDTH = 12, 60  # rows and columns of the tables
 LIMIT_S = 120.0  # to start and to write a recording
-WINDOW_S, MARGIN = 0.35, 1.3  # of decoding, after so many longest times to the first token
+WINDOW_S, MARGIN = 0.35, 1.3  # seconds of decoding, after so many times the longest TTFT
 
 
 async def measure(args: argparse.Namespace, file: Path) -> list[Recording]:
@@ -64,7 +63,7 @@ async def measure(args: argparse.Namespace, file: Path) -> list[Recording]:
                 await signalled(started)
                 await asyncio.sleep(WINDOW_S)
                 if driving.done():
-                    raise SystemExit("the answers are too short: more --output-tokens")
+                    raise SystemExit("the answers need more --output-tokens")
             else:
                 await driving
             await signalled(file)
@@ -86,7 +85,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = uvloop.run(measure(args, Path(folder, EXPERTS if args.experts else "recording")))
     for streams, recording in zip(args.streams, found, strict=True):
-        print(f"{streams} streams, {args.images} x {args.resolution} each")
+        print(f"{streams} streams, {args.images} x {args.resolution}")
         show_experts(recording) if args.experts else show_kernels(recording)
     write_result(args, result=dict(zip(args.streams, map(msgspec.to_builtins, found), strict=True)))
 

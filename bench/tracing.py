@@ -1,7 +1,7 @@
 """Engine whose worker records its kernels: `python -m bench.tracing FILE [flags of engine.serve]`.
 
-SIGUSR1 to the worker starts a recording and creates FILE.started. The next one ends it and makes that a FILE with a `Recording`. A worker
-whose file has the name EXPERTS counts distinct experts instead, which takes time in every step.
+SIGUSR1 to the worker starts a recording and creates FILE.started. The next one ends it and replaces that by FILE, a `Recording`. A worker
+whose file is called EXPERTS counts distinct experts instead, which takes time in every step.
 """
 
 import signal
@@ -55,27 +55,25 @@ def record_on_signal(path: Path) -> None:
     activity, device = ProfilerActivity.CPU, DeviceType.CPU
     if torch.cuda.is_available():
         activity, device = ProfilerActivity.CUDA, DeviceType.CUDA
-    started, recordings, counter = Path(f"{path}.started"), list[profile](), None
+    started, recording, counter = Path(f"{path}.started"), profile(activities=[activity]), None
     if path.name == EXPERTS:
         counter = ExpertCounter()
         counter.watch()
 
     def handle(*_: object) -> None:
+        nonlocal recording
         if device == DeviceType.CUDA:
             torch.cuda.synchronize()
         if not started.exists():
-            if counter:
-                counter.reset()
-            else:
-                recordings.append(profile(activities=[activity]))
-                recordings[-1].start()
+            counter.reset() if counter else recording.start()
             started.touch()
             return
         if counter:
             found = Recording(0.0, [], [], counter.layers())
         else:
-            recordings[-1].stop()
-            found = recording_of([event for event in recordings.pop().events() or () if event.device_type == device])
+            recording.stop()
+            found = recording_of([event for event in recording.events() or () if event.device_type == device])
+            recording = profile(activities=[activity])
         started.write_bytes(msgspec.json.encode(found))
         started.rename(path)
 

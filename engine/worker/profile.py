@@ -1,6 +1,7 @@
 """Memory of a device and of a step, measured; `engine/wire/memory.py` divides it."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,12 +31,16 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
-def _encode_a_pair(tower: Tower, num_tokens: int) -> None:
-    """Encode a square frame pair, which takes a little more than an image."""
+def _encode(tower: Tower | None, num_tokens: int, stream: torch.cuda.Stream) -> None:
+    """Encode a square frame pair, which takes a little more than an image, on the tower's stream."""
+    if tower is None:
+        return
     geometry = tower.config.geometry
     side = int(num_tokens**0.5) * geometry.patch_size * geometry.merge_size
-    pair = torch.randint(256, (geometry.temporal_patch_size, side, side, 3), dtype=torch.uint8, device=tower.device)
-    tower.encode([pair], [geometry.grid(side, side)])
+    stream.wait_stream(torch.cuda.current_stream(tower.device))  # random weights may still be in transfer
+    with torch.cuda.stream(stream):
+        pair = torch.randint(256, (geometry.temporal_patch_size, side, side, 3), dtype=torch.uint8, device=tower.device)
+        tower.encode([pair], [geometry.grid(side, side)])
 
 
 def _peak_of(run: Callable[[], None], device: torch.device) -> int:
@@ -73,14 +78,15 @@ def run_once(model: LanguageModel, backend: Backend, config: EngineConfig, tower
     choices CUDA kernels read as addresses, nor with several ranks, on which this has not run."""
     prompts = [[size] for size in (*SMALL, sizes.mixed[0], sizes.usual, sizes.mixed[-1])]
     decodes = [[1] * size for size in sizes.decodes if not size & (size - 1)]
-    encode, step = _runs(model, backend, config, [config.max_num_batched_tokens], 1, tower_stream)
+    encode = partial(_encode, model.tower, config.max_num_encoder_tokens, tower_stream)
+    step = _step_of(model, backend, config, [config.max_num_batched_tokens], 1)
     if model.config.text.moe is None and model.tp.size == 1:
         with compiling(model.device):
             encode()
             step()
             for lengths in (*prompts, *decodes):
-                if sum(lengths) <= config.max_num_batched_tokens:
-                    _runs(model, backend, config, lengths, len(lengths), tower_stream)[1]()
+                if 1 < sum(lengths) <= config.max_num_batched_tokens:  # graphs compile the kernels of a single token
+                    _step_of(model, backend, config, lengths, len(lengths))()
     encode()
     step()
 
@@ -91,7 +97,7 @@ def _peaks(
 ) -> tuple[int, int]:
     """Measure an encoder budget of images (on `tower_stream`), then a full batch of tokens whose rows all sample by sorting. Pools and
     states of rows are not counted."""
-    encode, step = _runs(model, backend, config, [config.max_num_batched_tokens], num_logits, tower_stream)
+    step = _step_of(model, backend, config, [config.max_num_batched_tokens], num_logits)
 
     def sampled_step() -> None:
         logits_SV = step()
@@ -99,22 +105,16 @@ def _peaks(
         sampling.sample(logits_SV, samples_of(rows_to_sort, range(len(logits_SV)), 0, model.device).params)
         torch.cuda.synchronize(model.device)
 
+    encode = partial(_encode, model.tower, config.max_num_encoder_tokens, tower_stream)
     return _peak_of(encode, model.device), _peak_of(sampled_step, model.device)
 
 
-def _runs(
-    model: LanguageModel, backend: Backend, config: EngineConfig, lengths: Sequence[int], num_logits: int, tower_stream: torch.cuda.Stream
-) -> tuple[Callable[[], None], Callable[[], torch.Tensor]]:
-    """Return functions that encode an encoder budget and compute a step of rows without a context: a prompt, or tokens of decode rows."""
-    device, spec = model.device, model.cache_spec
-    batch = _batch_of(np.asarray(lengths), config.block_size, num_logits, spec, device)
-    pools = allocate_pools(spec.paged, len(batch.attention.pages), config.block_size, model.dtype, device)
-    tower_stream.wait_stream(torch.cuda.current_stream(device))  # random weights may still be in transfer
-
-    def encode() -> None:
-        if model.tower is not None:
-            with torch.cuda.stream(tower_stream):
-                _encode_a_pair(model.tower, config.max_num_encoder_tokens)
+def _step_of(
+    model: LanguageModel, backend: Backend, config: EngineConfig, lengths: Sequence[int], num_logits: int
+) -> Callable[[], torch.Tensor]:
+    """Return a function that computes a step of rows without a context: a prompt, or tokens of decode rows."""
+    batch = _batch_of(np.asarray(lengths), config.block_size, num_logits, model.cache_spec, model.device)
+    pools = allocate_pools(model.cache_spec.paged, len(batch.attention.pages), config.block_size, model.dtype, model.device)
 
     def step() -> torch.Tensor:
         attention = backend.attention(pools, model.config.text.num_heads // model.tp.size)
@@ -123,7 +123,7 @@ def _runs(
         run_head(model, batch, attention)
         return model.logits(hidden_SD)
 
-    return encode, step
+    return step
 
 
 def _batch_of(lengths_R: Int64s, block_size: int, num_logits: int, spec: CacheSpec, device: torch.device) -> ForwardBatch:

@@ -1,7 +1,7 @@
-"""Compilation of Triton's kernels before their first launch, all at once: one after the other they take most of a first start."""
+"""Concurrent compilation of Triton's kernels before their first launch."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -10,18 +10,32 @@ from typing import Any
 import torch
 
 
-class Compiler:
-    """Compiler of versions of kernels, each once, in other threads."""
+class Thread(threading.local):
+    compiler: Callable[..., None] | None = None  # of kernels that are not launched; None: they are launched
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self._pool, self._added = pool, set[Any]()
 
-    def add(self, jitted: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+THIS_THREAD = Thread()
+
+
+@contextmanager
+def compiling(device: torch.device) -> Iterator[None]:
+    """Compile Triton's kernels, each version once, instead of launching them in this thread. All else runs, so results are undefined: what
+    reads them as addresses must not run. A compilation that fails is repeated by the first launch, which raises."""
+    added = set[Any]()
+
+    def compile(jitted: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         version = jitted, *map(_version_of, jitted.params, args), *options.items()
-        if version not in self._added:
-            self._added.add(version)
-            types = [each.dtype if isinstance(each, torch.Tensor) else each for each in args]  # the tensors' memory is free
-            self._pool.submit(jitted.warmup, *types, grid=grid, **options)
+        if version not in added:
+            added.add(version)
+            types = [each.dtype if isinstance(each, torch.Tensor) else each for each in args]  # no memory is kept
+            pool.submit(jitted.warmup, *types, grid=grid, **options)
+
+    with ThreadPoolExecutor(initializer=partial(torch.cuda.set_device, device)) as pool:
+        THIS_THREAD.compiler = compile
+        try:
+            yield
+        finally:
+            THIS_THREAD.compiler = None
 
 
 def _version_of(parameter: Any, value: Any) -> Any:
@@ -31,22 +45,3 @@ def _version_of(parameter: Any, value: Any) -> Any:
     if isinstance(value, int) and not parameter.is_constexpr:
         return not parameter.do_not_specialize and (value == 1, value % 16 == 0), value >> 31 == 0
     return value
-
-
-class Thread(threading.local):
-    compiler: Compiler | None = None  # of kernels that are not launched; None: they are launched
-
-
-THIS_THREAD = Thread()
-
-
-@contextmanager
-def compiling(device: torch.device) -> Iterator[None]:
-    """Compile Triton's kernels instead of launching them in this thread. Everything else runs, so results are undefined: what reads them as
-    addresses must not run. A compilation that fails is repeated by the first launch, which raises."""
-    with ThreadPoolExecutor(initializer=partial(torch.cuda.set_device, device)) as pool:
-        THIS_THREAD.compiler = Compiler(pool)
-        try:
-            yield
-        finally:
-            THIS_THREAD.compiler = None

@@ -5,7 +5,7 @@ from enum import IntEnum
 
 import torch
 
-ROOM_ROWS = 4  # a single part has room for a multiple of so many tokens, as products of float8 need
+ROOM_ROWS = 4  # a single part is allocated in multiples of it, for products of float8
 
 
 class RowClass(IntEnum):

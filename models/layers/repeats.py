@@ -3,8 +3,8 @@
     layer 0 ── Python, captured ──▶ layers 1 to n ── the same launches, other weights and caches
 
 Layers are of one kind if all values and shapes of tensors that can be reached from them are equal. Their only common state is the residual,
-whose parts have the same memory in each layer (`Residual.room`), and the step's own tensors. Where the first layer leaves parts, later
-steps of so many tokens begin with empty ones, so that it is like the others.
+whose parts have the same memory in each layer (`Residual.room`), and the step's own tensors. If the first layer leaves parts, later steps
+of that class begin with empty ones, so that it equals the others.
 """
 
 import logging
@@ -38,8 +38,8 @@ class Repeats:
         self._values: list[tuple[object, list[torch.Tensor]]] = []
         self._kinds: dict[object, list[Kind]] = {}
         self._is_warm = self._is_off = False
-        self._left: dict[RowClass, tuple[int, torch.dtype]] = {}  # number and type of the parts of a first layer that found none
-        self._unequal: set[RowClass] = set()  # numbers of tokens whose first layer leaves other parts than it finds
+        self._left: dict[RowClass, tuple[int, torch.dtype]] = {}  # count and type of parts that the first layer leaves
+        self._unequal: set[RowClass] = set()  # the first layer leaves other parts than it finds
 
     def start(self, residual: Residual, of_step: OfStep, is_possible: bool = True) -> Run:
         """Return a function that runs layer i by the given call. `of_step(i)`: tensors of the step that only layer i uses: its cache.

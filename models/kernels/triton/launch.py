@@ -48,7 +48,7 @@ class Kernel:
         if (compiler := THIS_THREAD.compiler) is None:
             self.jitted[grid](*args, **options)
         else:
-            compiler.add(self.jitted, grid, args, options)
+            compiler(self.jitted, grid, args, options)
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., None]], Kernel]:

@@ -30,5 +30,5 @@ def test_each_version_of_a_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPat
         compiler = THIS_THREAD.compiler
         assert compiler is not None
         for *args, warps in VERSIONS + OTHERS:
-            compiler.add(jitted, (1,), (x, *args), {"num_warps": warps})
+            compiler(jitted, (1,), (x, *args), {"num_warps": warps})
     assert sorted(jitted.compiled) == sorted(VERSIONS) and set(devices) == {torch.device("cpu")}
