@@ -25,7 +25,7 @@ from engine.launch.fleet import Fleet
 from engine.launch.supervise import ChildDied, Supervisor
 from engine.wire.adapters import named_adapters
 from engine.wire.arena import create_memfd, memory_limit
-from engine.wire.child import Runtime, setup_logging
+from engine.wire.child import Runtime, StopFlag, setup_logging
 from engine.wire.config import GIB, MIB, UNIX_HOST, VERSION, EngineConfig
 from engine.wire.memory import cuts, describe, fit, read_model
 from models.config.hub import DEMO, SIZES, resolve, resolve_eagle3
@@ -92,8 +92,12 @@ def serve_one(config: EngineConfig) -> int:
             is_unix = config.host == UNIX_HOST
             listener = listeners.enter_context(bind_unix(supervisor.run_dir) if is_unix else bind(config.host, config.port))
             runtime = make_runtime(config, supervisor, listener.fileno())
-            _on_interrupt(_interrupt)
+            is_interrupted = StopFlag()  # an exception within a start would leave a child that `stop` does not know
+            _on_interrupt(lambda *_: is_interrupted.set())
             start_all(supervisor, runtime)
+        _on_interrupt(_interrupt)
+        if is_interrupted.is_set():
+            return 0
         url = supervisor.wait_ready()
         write_out(url if is_unix else f"ready after {time.monotonic() - started:.1f} s: {url} serves {runtime.model_names[0]}")
         while True:

@@ -87,6 +87,16 @@ serve.make_runtime = make_runtime
 sys.exit(serve.main(['--port', '0']))
 """
 
+START = """
+import os, signal, sys
+from engine import serve
+def start_all(supervisor, _):
+    os.kill(os.getpid(), signal.SIGNAL)
+    print(supervisor.run_dir)
+serve.make_runtime, serve.start_all = (lambda *_: None), start_all
+sys.exit(serve.main(['--port', '0']))
+"""
+
 ORPHAN = """
 import os, threading
 from types import SimpleNamespace
@@ -114,8 +124,10 @@ def test_a_signal_may_interrupt_the_handler_of_another() -> None:
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_download_is_broken_off(name: str) -> None:
-    code, run_dir = run(DOWNLOAD.replace("SIGNAL", name))
+@pytest.mark.parametrize("script", [DOWNLOAD, START], ids=["download", "start"])
+def test_a_signal_before_the_engine_is_ready(name: str, script: str) -> None:
+    """The starts of children are not broken off: `stop` must know each."""
+    code, run_dir = run(script.replace("SIGNAL", name))
     assert code == 0
     assert run_dir and not Path(run_dir).exists()
 

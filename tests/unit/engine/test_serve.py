@@ -43,11 +43,15 @@ def test_an_unusable_address_is_reported_before_processes_start(monkeypatch: pyt
                 serve.serve_one(config)
 
 
+def refusal(*flags: str, **environment: str) -> str:
+    command = [sys.executable, "-m", "engine.serve", "--port", "0", *flags]
+    ended = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2 and not ended.stdout and len(ended.stderr.splitlines()) == 1, ended.stderr
+    return ended.stderr
+
+
 def test_an_unusable_address_is_one_line() -> None:
-    command = [sys.executable, "-m", "engine.serve", "--host", "1.2.3.4", "--port", "0"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2 and not ended.stdout
-    assert len(ended.stderr.splitlines()) == 1 and "--host" in ended.stderr, ended.stderr
+    assert "--host" in refusal("--host", "1.2.3.4")
 
 
 def test_a_socket_that_nobody_serves_refuses_connections() -> None:
@@ -55,14 +59,7 @@ def test_a_socket_that_nobody_serves_refuses_connections() -> None:
         assert client.connect_ex(listener.getsockname()) != 0
 
 
-def run_with(tmpdir: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "engine.serve", "--port", "0"]
-    return subprocess.run(command, env={**os.environ, "TMPDIR": tmpdir}, capture_output=True, text=True)
-
-
 def test_a_path_that_is_too_long_for_sockets_is_one_line(tmp_path: Path) -> None:
     long = tmp_path / ("x" * 100)
     long.mkdir()
-    done = run_with(str(long))
-    assert done.returncode == 2 and "TMPDIR" in done.stderr and len(done.stderr.splitlines()) == 1
-    assert not list(long.iterdir())
+    assert "TMPDIR" in refusal(TMPDIR=str(long)) and not list(long.iterdir())

@@ -20,11 +20,15 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 MOE = {"model_type": "qwen3_vl_moe"}
 
 
+def written(folders: pytest.TempPathFactory, name: str) -> Path:
+    folder = folders.mktemp(name)
+    write_model_folder(folder, SHAPES[name], weights="none", seed=0)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("8B")
-    write_model_folder(folder, SHAPES["8B"], weights="none", seed=0)
-    return folder
+    return written(tmp_path_factory, "8B")
 
 
 def test_tokenizer_has_the_published_ids_and_size(published: Path) -> None:
@@ -37,9 +41,7 @@ def test_tokenizer_has_the_published_ids_and_size(published: Path) -> None:
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("27B")
-    write_model_folder(folder, SHAPES["3.5-27B"], weights="none", seed=0)
-    return folder
+    return written(tmp_path_factory, "3.5-27B")
 
 
 def test_the_published_ids_of_hybrids(hybrid: Path) -> None:

@@ -1,13 +1,17 @@
 """Dialects: the chat that a request becomes; an answer with thoughts, text and two calls, and what a format makes of events."""
 
 import json
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import pytest
 
 from engine.wire.messages import CallDelta, Event, Logprob
 from server.api.http.scan import Scanner
 from server.api.http.streaming import Choice
 from server.api.schema.requests import ChatRequest
 from server.api.schema.validate import check
+from server.errors import RequestError
 
 
 def chat_of(takes: Any, value: dict[str, Any]) -> dict[str, Any]:
@@ -17,6 +21,13 @@ def chat_of(takes: Any, value: dict[str, Any]) -> dict[str, Any]:
     check(ChatRequest, chat).check_together(1000)
     plain = json.loads(json.dumps(chat, default=lambda one: one.model_dump(exclude_none=True, by_alias=True)))
     return {name: item for name, item in plain.items() if item is not None}
+
+
+def assert_refused(translated: Callable[..., object], bad: Iterable[tuple[dict[str, Any], str]]) -> None:
+    for fields, words in bad:
+        with pytest.raises(RequestError) as refused:
+            translated(**fields)
+        assert refused.value.info.status == 400 and refused.value.info.message.startswith(words), fields
 
 
 def named_events(stream: bytes) -> list[dict[str, Any]]:

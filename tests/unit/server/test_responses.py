@@ -4,13 +4,10 @@ import base64
 import json
 from typing import Any
 
-import pytest
-
 from engine.wire.messages import CallDelta, ErrorInfo, Event
 from server.api.dialects.responses import ResponseFormat, ResponsesRequest
 from server.api.http.streaming import ReplyOptions
-from server.errors import RequestError
-from tests.unit.server.answering import chat_of, document_of, events, named_events, stream_of
+from tests.unit.server.answering import assert_refused, chat_of, document_of, events, named_events, stream_of
 
 TOOL: dict[str, Any] = {"type": "function", "name": "weather", "description": "of a city", "parameters": {"type": "object"}, "strict": True}
 CALL: dict[str, Any] = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "weather", "arguments": '{"city": "Rome"}'}
@@ -95,10 +92,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 def test_bad_requests_name_the_field_of_the_dialect() -> None:
-    for fields, words in BAD:
-        with pytest.raises(RequestError) as refused:
-            translated(**fields)
-        assert refused.value.info.status == 400 and refused.value.info.message.startswith(words), fields
+    assert_refused(translated, BAD)
 
 
 EVENTS = events("length")

@@ -249,19 +249,22 @@ async def test_a_refused_connection_costs_its_client_nothing(monkeypatch: pytest
         await running.replicas[2].start()
 
 
+async def in_two_parts(request: web.Request, goes_on: asyncio.Event, begins: bool, kind: str = "text/event-stream") -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": kind})
+    if begins:
+        await response.prepare(request)
+        await response.write(b"data: begin\n\n")
+    await goes_on.wait()
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
 async def test_a_death_ends_its_own_streams_with_an_error_and_no_others() -> None:
     goes_on = asyncio.Event()
 
     async def stream(request: web.Request) -> web.StreamResponse:
         kind = request.headers["X-Kind"]
-        if kind == "silent":
-            await asyncio.Event().wait()
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream" if kind == "sse" else "application/json"})
-        await response.prepare(request)
-        await response.write(b"data: begin\n\n")
-        await goes_on.wait()
-        await response.write(b"data: [DONE]\n\n")
-        return response
+        return await in_two_parts(request, goes_on, kind != "silent", "text/event-stream" if kind == "sse" else "application/json")
 
     async with routed(Replica("a", stream), Replica("b", stream)) as running:
 
@@ -306,13 +309,7 @@ async def test_requests_of_a_silent_replica_end(monkeypatch: pytest.MonkeyPatch,
     goes_on = asyncio.Event()
 
     async def stream(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        if has_begun or request.headers["x-session-id"] == "1":
-            await response.prepare(request)
-            await response.write(b"data: begin\n\n")
-        await goes_on.wait()
-        await response.write(b"data: [DONE]\n\n")
-        return response
+        return await in_two_parts(request, goes_on, has_begun or request.headers["x-session-id"] == "1")
 
     async with routed(Replica("a", stream), Replica("b", stream)) as running:
         sessions: list[dict[str, str]] = [{"x-session-id": "0"}, {"x-session-id": "1"}]
