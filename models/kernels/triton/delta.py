@@ -3,7 +3,7 @@
     _prepare, each chunk for itself:    (I + L) U = beta V,  (I + L) W = beta e^G K,  P = [q_i k_j e^(G_i - G_j) for j <= i]
     _scan, a row's chunks in order:     U' = U - W S,  O = e^G Q S + P U',  S = e^(G_last) S + K' (e^(G_last - G) U')
 
-The system is solved in blocks of 16 by substitution: powers of L would lose all precision where keys are similar. Starts of rows and
+I + L is inverted by substitution and by blocks, since powers of L would lose all precision where keys are similar. Starts of rows and
 numbers of accepted drafts are read on the device, so that a graph serves any. Operands have the model's dtype, sums are float32.
 """
 
@@ -16,8 +16,8 @@ from models.kernels.ops import DELTA_CHUNK, DeltaHeads, DeltaState, StateRows
 from models.kernels.triton.launch import await_kernel, await_previous_kernel, cdiv, floats, kernel, power_of_2
 
 # Rows and starts are slices of a staging buffer: no recompilation for another alignment.
-BLOCK = 16  # block size of the triangular system
-MANY_ROWS = 128  # the default of --max-num-seqs: `_prepare`, which compiles for 9 s, has one version for so many
+LEVELS = 2  # a chunk has 2^LEVELS blocks, whose triangular systems are solved line by line and then joined in pairs
+MANY_ROWS = 128  # the default of --max-num-seqs: `_prepare` has one version for so many
 MANY_TOKENS, TOKENS_OF_MANY = 32, 16  # from so many tokens on, a program of the convolution processes several
 KEPT_CHANNELS, STEP_COLUMNS, SCAN_COLUMNS, NORM_LINES = 256, 64, 64, 8  # per program: inputs, values of a state, heads
 STEP_WARPS, PREPARE_WARPS, SCAN_WARPS, SCAN_STAGES = 2, 4, 4, 3
@@ -158,29 +158,33 @@ def _step(
 
 
 @triton.jit
-def _inverse(system: tensor, SIZE: constexpr) -> tensor:
-    """Invert I + L for a strictly lower triangular L."""
-    index = tl.arange(0, SIZE)
-    result = (index[:, None] == index[None, :]).to(tl.float32)
-    for i in tl.static_range(1, SIZE):
-        line = tl.sum(tl.where(index[:, None] == i, system, 0.0), 0)
-        update = tl.sum(line[:, None] * result, 0)
-        result = tl.where(index[:, None] == i, result - update[None, :], result)
-    return result
+def _inverse(coupling: tensor, SIZE: constexpr, LEVELS: constexpr, PRECISION: constexpr) -> tensor:
+    """Invert I + L for a strictly lower triangular L of SIZE * 2^LEVELS lines: blocks of SIZE by substitution, all at once, then pairs of
+    blocks by [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]."""
+    BLOCKS: tl.constexpr = 1 << LEVELS
+    index, block = tl.arange(0, SIZE), tl.arange(0, BLOCKS)
+    is_own = block[:, None, None, None] == block[None, None, :, None]
+    system = tl.sum(tl.where(is_own, tl.reshape(coupling, (BLOCKS, SIZE, BLOCKS, SIZE)), 0.0), 2)
+    result = -system  # without the diagonal
+    for i in range(2, SIZE):
+        mine = index[None, :, None] == i
+        line = tl.sum(tl.where(mine, system, 0.0), 1)
+        result = tl.where(mine, result - tl.sum(line[:, :, None] * result, 1)[:, None, :], result)
+    result = tl.where(index[None, :, None] == index[None, None, :], 1.0, result)
+    whole = tl.reshape(tl.where(is_own, result[:, :, None, :], 0.0), (BLOCKS * SIZE, BLOCKS * SIZE))
+    for level in tl.static_range(LEVELS):
+        half = tl.arange(0, BLOCKS * SIZE) // (SIZE << level)
+        between = tl.where((half[:, None] ^ half[None, :]) == 1, coupling, 0.0)  # the halves of a pair
+        whole -= tl.dot(tl.dot(whole, between, input_precision=PRECISION), whole, input_precision=PRECISION)
+    return whole
 
 
 @triton.jit
-def _coupling(
-    k: tensor, other: tensor, beta: tensor, sums: tensor, other_sums: tensor, DIAGONAL: constexpr, PRECISION: constexpr
-) -> tensor:
-    """Compute a block of L."""
-    products = tl.dot(k, tl.trans(other), input_precision=PRECISION)
-    exponent = sums[:, None] - other_sums[None, :]
-    if DIAGONAL:
-        index = tl.arange(0, k.shape[0])
-        below = index[:, None] > index[None, :]
-        return tl.where(below, beta[:, None] * products * tl.exp(tl.where(below, exponent, 0.0)), 0.0)
-    return beta[:, None] * products * tl.exp(exponent)
+def _product(factor: tensor, x: tensor, PRECISION: constexpr) -> tensor:
+    """Multiply by float32 values: their halves have the type of x."""
+    high = factor.to(x.dtype)
+    low = (factor - high.to(tl.float32)).to(x.dtype)
+    return tl.dot(high, x, tl.dot(low, x, input_precision=PRECISION), input_precision=PRECISION).to(x.dtype)
 
 
 @triton.jit
@@ -199,51 +203,33 @@ def _chunk_of(starts: tensor, chunk: tensor, num_rows: tensor, CHUNK: constexpr,
 @kernel(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["starts"])
 def _prepare(
     mixed: tensor, gates: tensor, a_log: tensor, dt_bias: tensor, starts: tensor, u: tensor, w: tensor, p: tensor, sums: tensor,
-    num_rows: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr, CHUNK: constexpr, SIZE: constexpr,
+    num_rows: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr, SIZE: constexpr, LEVELS: constexpr,
     ROWS: constexpr, PRECISION: constexpr,
 ) -> None:  # fmt: skip
-    """Program (c, h): chunk c of head h, four blocks of SIZE."""
+    """Program (c, h): chunk c of head h, SIZE * 2^LEVELS tokens."""
+    CHUNK: tl.constexpr = SIZE << LEVELS
     first, end = _chunk_of(starts, tl.program_id(0), num_rows, CHUNK, ROWS)
     if end == 0:
         return
     head, dim = tl.program_id(1), tl.arange(0, DIM)
     key_head = head // (HEADS // KEY_HEADS)
-    query_at, key_at, value_at = key_head * DIM + dim, (KEY_HEADS + key_head) * DIM + dim, (2 * KEY_HEADS + head) * DIM + dim
-    whole = first + tl.arange(0, CHUNK)
-    there = whole < end
-    total = tl.cumsum(_gates_of(gates, a_log, dt_bias, whole, there, head, HEADS), 0)
-    tl.store(sums + whole.to(tl.int64) * HEADS + head, total, there)
-    lines = mixed + whole.to(tl.int64)[:, None] * CHANNELS
-    queries, keys = tl.load(lines + query_at[None, :], there[:, None], 0.0), tl.load(lines + key_at[None, :], there[:, None], 0.0)
-    index = whole - first
-    seen = index[:, None] >= index[None, :]
-    products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-    attended = tl.where(seen, products * tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0)), 0.0)
-    place = (whole.to(tl.int64) * HEADS + head)[:, None] * CHUNK + index[None, :]
-    tl.store(p + place, attended.to(p.dtype.element_ty), there[:, None])
-
-    solved, carry = (), 0.0  # keys, sums, u and w of the previous blocks
-    for block in tl.static_range(CHUNK // SIZE):
-        token = first + block * SIZE + tl.arange(0, SIZE)
-        inside = token < end
-        line = mixed + token.to(tl.int64)[:, None] * CHANNELS
-        k = tl.load(line + key_at[None, :], inside[:, None], 0.0)
-        v = floats(line + value_at[None, :], inside[:, None])
-        beta = _rates_of(gates, token, inside, head, HEADS)
-        decay = _gates_of(gates, a_log, dt_bias, token, inside, head, HEADS)
-        s = carry + tl.cumsum(decay, 0)
-        carry += tl.sum(decay, 0)
-        inverse = _inverse(_coupling(k, k, beta, s, s, True, PRECISION), SIZE)
-        u_new, w_new = beta[:, None] * v, (beta * tl.exp(s))[:, None] * k.to(tl.float32)
-        for other in tl.static_range(block):
-            coupling = _coupling(k, solved[4 * other], beta, s, solved[4 * other + 1], False, PRECISION)
-            u_new -= tl.dot(coupling, solved[4 * other + 2], input_precision=PRECISION)
-            w_new -= tl.dot(coupling, solved[4 * other + 3], input_precision=PRECISION)
-        u_new, w_new = tl.dot(inverse, u_new, input_precision=PRECISION), tl.dot(inverse, w_new, input_precision=PRECISION)
-        place = (token.to(tl.int64) * HEADS + head)[:, None] * DIM + dim[None, :]
-        tl.store(u + place, u_new.to(u.dtype.element_ty), inside[:, None])
-        tl.store(w + place, w_new.to(w.dtype.element_ty), inside[:, None])
-        solved += (k, s, u_new, w_new)  # type: ignore[assignment]
+    token = first + tl.arange(0, CHUNK)
+    inside = token < end
+    total = tl.cumsum(_gates_of(gates, a_log, dt_bias, token, inside, head, HEADS), 0)
+    beta = _rates_of(gates, token, inside, head, HEADS)
+    line, mine = mixed + token.to(tl.int64)[:, None] * CHANNELS + dim[None, :], token.to(tl.int64) * HEADS + head
+    tl.store(sums + mine, total, inside)
+    queries = tl.load(line + key_head * DIM, inside[:, None], 0.0)
+    keys = tl.load(line + (KEY_HEADS + key_head) * DIM, inside[:, None], 0.0)
+    distance = token[:, None] - token[None, :]
+    decay = tl.where(distance >= 0, tl.exp(tl.where(distance >= 0, total[:, None] - total[None, :], 0.0)), 0.0)
+    attended = decay * tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    tl.store(p + mine[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :], attended.to(p.dtype.element_ty), inside[:, None])
+    coupling = beta[:, None] * decay * tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
+    inverse = _inverse(tl.where(distance > 0, coupling, 0.0), SIZE, LEVELS, PRECISION)
+    place, values = mine[:, None] * DIM + dim[None, :], tl.load(line + (2 * KEY_HEADS + head) * DIM, inside[:, None], 0.0)
+    tl.store(u + place, _product(inverse * beta[None, :], values, PRECISION), inside[:, None])
+    tl.store(w + place, _product(inverse * (beta * tl.exp(total))[None, :], keys, PRECISION), inside[:, None])
 
 
 @kernel(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["rows", "starts", "sources", "firsts"])
@@ -361,8 +347,7 @@ def _chunked(
     sums_TH = heads.a_log_H.new_empty((num_tokens, num_heads))
     _prepare[(num_chunks, num_heads)](
         mixed_TC, heads.gates_TX, heads.a_log_H, heads.dt_bias_H, rows.starts_R1, u_THV, w_THV, p_THC, sums_TH, num_rows,
-        CHUNK=DELTA_CHUNK, SIZE=BLOCK, ROWS=max(MANY_ROWS, power_of_2(num_rows)), PRECISION=precision,
-        num_warps=PREPARE_WARPS, **sizes,
+        SIZE=DELTA_CHUNK >> LEVELS, LEVELS=LEVELS, ROWS=max(MANY_ROWS, power_of_2(num_rows)), PRECISION=precision, num_warps=PREPARE_WARPS, **sizes,
     )  # fmt: skip
     columns = min(dim, SCAN_COLUMNS)
     _scan[(num_rows, num_heads, dim // columns)](
