@@ -25,6 +25,7 @@ CHILD_DEFAULTS = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # no fragmentation by image sizes
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # unused
     "OMP_WAIT_POLICY": "passive",  # threads that spin at barriers would take cores from other processes
+    "TRITON_DEFAULT_FP_FUSION": "1",  # Triton 3.9 warns that its default will change
     "PYNVIMGCODEC_VERBOSITY": "0",  # hides irrelevant errors about nvJPEG2000 and nvTIFF; failed decodes are reported
 }
 PACKAGE_ROOT = str(Path(__file__).parents[2])
