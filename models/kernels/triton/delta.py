@@ -21,7 +21,7 @@ MANY_ROWS = 128  # the default of --max-num-seqs: `_prepare` has one version for
 MANY_TOKENS, TOKENS_OF_MANY = 32, 16  # from so many tokens on, a program of the convolution processes several
 KEPT_CHANNELS, STEP_COLUMNS, SCAN_COLUMNS, NORM_LINES = 256, 64, 64, 8  # per program: inputs, values of a state, heads
 STEP_WARPS, PREPARE_WARPS, SCAN_WARPS, SCAN_STAGES = 2, 4, 4, 3
-L2_EPS = tl.constexpr(1e-6)
+L2_EPS, PRECISION = tl.constexpr(1e-6), tl.constexpr("tf32x3")  # products of float32 values are nearly exact
 
 
 @triton.jit
@@ -158,7 +158,17 @@ def _step(
 
 
 @triton.jit
-def _inverse(coupling: tensor, SIZE: constexpr, LEVELS: constexpr, PRECISION: constexpr) -> tensor:
+def _product(a: tensor, b: tensor, DTYPE: constexpr) -> tensor:
+    """Multiply float32 values by values of float32 or DTYPE: as sums of two values of DTYPE."""
+    a_high, b_high = a.to(DTYPE), b.to(DTYPE)
+    total = tl.dot((a - a_high.to(tl.float32)).to(DTYPE), b_high, input_precision=PRECISION)
+    if b.dtype != DTYPE:
+        total = tl.dot(a_high, (b - b_high.to(tl.float32)).to(DTYPE), total, input_precision=PRECISION)
+    return tl.dot(a_high, b_high, total, input_precision=PRECISION)
+
+
+@triton.jit
+def _inverse(coupling: tensor, SIZE: constexpr, LEVELS: constexpr, DTYPE: constexpr) -> tensor:
     """Invert I + L for a strictly lower triangular L of SIZE * 2^LEVELS lines: blocks of SIZE by substitution, all at once, then pairs of
     blocks by [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]."""
     BLOCKS: tl.constexpr = 1 << LEVELS
@@ -175,16 +185,8 @@ def _inverse(coupling: tensor, SIZE: constexpr, LEVELS: constexpr, PRECISION: co
     for level in tl.static_range(LEVELS):
         half = tl.arange(0, BLOCKS * SIZE) // (SIZE << level)
         between = tl.where((half[:, None] ^ half[None, :]) == 1, coupling, 0.0)  # the halves of a pair
-        whole -= tl.dot(tl.dot(whole, between, input_precision=PRECISION), whole, input_precision=PRECISION)
+        whole -= _product(_product(whole, between, DTYPE), whole, DTYPE)
     return whole
-
-
-@triton.jit
-def _product(factor: tensor, x: tensor, PRECISION: constexpr) -> tensor:
-    """Multiply by float32 values: their halves have the type of x."""
-    high = factor.to(x.dtype)
-    low = (factor - high.to(tl.float32)).to(x.dtype)
-    return tl.dot(high, x, tl.dot(low, x, input_precision=PRECISION), input_precision=PRECISION).to(x.dtype)
 
 
 @triton.jit
@@ -204,7 +206,7 @@ def _chunk_of(starts: tensor, chunk: tensor, num_rows: tensor, CHUNK: constexpr,
 def _prepare(
     mixed: tensor, gates: tensor, a_log: tensor, dt_bias: tensor, starts: tensor, u: tensor, w: tensor, p: tensor, sums: tensor,
     num_rows: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr, SIZE: constexpr, LEVELS: constexpr,
-    ROWS: constexpr, PRECISION: constexpr,
+    ROWS: constexpr,
 ) -> None:  # fmt: skip
     """Program (c, h): chunk c of head h, SIZE * 2^LEVELS tokens."""
     CHUNK: tl.constexpr = SIZE << LEVELS
@@ -226,17 +228,19 @@ def _prepare(
     attended = decay * tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     tl.store(p + mine[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :], attended.to(p.dtype.element_ty), inside[:, None])
     coupling = beta[:, None] * decay * tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
-    inverse = _inverse(tl.where(distance > 0, coupling, 0.0), SIZE, LEVELS, PRECISION)
+    dtype = keys.dtype
+    inverse = _inverse(tl.where(distance > 0, coupling, 0.0), SIZE, LEVELS, dtype)
     place, values = mine[:, None] * DIM + dim[None, :], tl.load(line + (2 * KEY_HEADS + head) * DIM, inside[:, None], 0.0)
-    tl.store(u + place, _product(inverse * beta[None, :], values, PRECISION), inside[:, None])
-    tl.store(w + place, _product(inverse * (beta * tl.exp(total))[None, :], keys, PRECISION), inside[:, None])
+    tl.store(u + place, _product(inverse * beta[None, :], values, dtype).to(dtype), inside[:, None])
+    inverse *= (beta * tl.exp(total))[None, :]
+    tl.store(w + place, _product(inverse, keys, dtype).to(dtype), inside[:, None])
 
 
 @kernel(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["rows", "starts", "sources", "firsts"])
 def _scan(
     mixed: tensor, u: tensor, w: tensor, p: tensor, sums: tensor, memory: tensor, rows: tensor, starts: tensor, sources: tensor,
     firsts: tensor, out: tensor, num_rows: tensor, row_stride: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr,
-    DIM: constexpr, CHUNK: constexpr, COLUMNS: constexpr, STAGES: constexpr, PRECISION: constexpr,
+    DIM: constexpr, CHUNK: constexpr, COLUMNS: constexpr, STAGES: constexpr,
 ) -> None:  # fmt: skip
     """Program (r, h, v): the chunks of row r and of the rows that continue it, for head h and COLUMNS values."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -340,17 +344,17 @@ def _chunked(
 ) -> None:
     """Compute rows of prompts. Each row has at most one partial chunk."""
     num_tokens, num_heads, dim = o_THV.shape
-    num_rows, precision = rows.num_prefill_rows, "ieee" if mixed_TC.dtype == torch.float32 else "tf32"
+    num_rows = rows.num_prefill_rows
     num_chunks = num_tokens // DELTA_CHUNK + num_rows
     u_THV, w_THV = torch.empty_like(o_THV), torch.empty_like(o_THV)
     p_THC = mixed_TC.new_empty((num_tokens, num_heads, DELTA_CHUNK))
     sums_TH = heads.a_log_H.new_empty((num_tokens, num_heads))
     _prepare[(num_chunks, num_heads)](
         mixed_TC, heads.gates_TX, heads.a_log_H, heads.dt_bias_H, rows.starts_R1, u_THV, w_THV, p_THC, sums_TH, num_rows,
-        SIZE=DELTA_CHUNK >> LEVELS, LEVELS=LEVELS, ROWS=max(MANY_ROWS, power_of_2(num_rows)), PRECISION=precision, num_warps=PREPARE_WARPS, **sizes,
+        SIZE=DELTA_CHUNK >> LEVELS, LEVELS=LEVELS, ROWS=max(MANY_ROWS, power_of_2(num_rows)), num_warps=PREPARE_WARPS, **sizes,
     )  # fmt: skip
     columns = min(dim, SCAN_COLUMNS)
     _scan[(num_rows, num_heads, dim // columns)](
         mixed_TC, u_THV, w_THV, p_THC, sums_TH, memory, rows.rows_R, rows.starts_R1, *rows.origins, o_THV, num_rows, memory.stride(0),
-        CHUNK=DELTA_CHUNK, COLUMNS=columns, STAGES=SCAN_STAGES, PRECISION=precision, num_warps=SCAN_WARPS, **sizes,
+        CHUNK=DELTA_CHUNK, COLUMNS=columns, STAGES=SCAN_STAGES, num_warps=SCAN_WARPS, **sizes,
     )  # fmt: skip
