@@ -11,6 +11,7 @@ from models.kernels.reference.delta import delta_rule_
 from models.kernels.reference.ops import TorchOps
 from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 
+F32 = torch.float32
 MIXES = {  # tokens of rows, and how many of these are prompts
     "small": ((17, 1), 1),
     "decode rows": ((1, 1, 1), 0),
@@ -35,7 +36,7 @@ def copy_of(state: DeltaState) -> DeltaState:
 
 
 def inputs(
-    counts: tuple[int, ...], num_prefill: int, dtype: torch.dtype, drafts: int = 0, of_state: torch.dtype = torch.float32
+    counts: tuple[int, ...], num_prefill: int, dtype: torch.dtype, drafts: int = 0, of_state: torch.dtype = F32
 ) -> tuple[DeltaHeads, DeltaState, StateRows]:
     generator = torch.Generator().manual_seed(sum(counts))
     heads, keys, dim, taps = 4, 2, 16, 4
@@ -58,18 +59,18 @@ def inputs(
 
 @interpreted
 @pytest.mark.parametrize("name", [pytest.param(name, marks=in_gate if name == "small" else ()) for name in MIXES])
-@pytest.mark.parametrize(("of_state", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.01)])
-def test_any_mix(name: str, of_state: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize(("dtype", "of_state", "tolerance"), [(F32, F32, 1e-5), (F32, torch.bfloat16, 0.01), (torch.half, F32, 0.002)])
+def test_any_mix(name: str, dtype: torch.dtype, of_state: torch.dtype, tolerance: float) -> None:
     from models.kernels.triton.delta import delta_rule
 
-    heads, state, rows = inputs(*MIXES[name], torch.float32, 7, of_state)
+    heads, state, rows = inputs(*MIXES[name], dtype, 7, of_state)
     copied = copy_of(state)
     expected, ours = delta_rule_(heads, copied, rows), delta_rule(heads, state, rows)
     for got, wanted in ((ours, expected), (state.recurrent_RHKV, copied.recurrent_RHKV), (state.inputs_RWC, copied.inputs_RWC)):
         assert (got.float() - wanted.float()).norm() < tolerance * wanted.float().norm()
 
 
-STATES = [("torch", torch.float32), ("triton", torch.float32), ("triton", torch.bfloat16)]
+STATES = [("torch", F32), ("triton", F32), ("triton", torch.bfloat16)]
 
 
 @interpreted
@@ -78,7 +79,7 @@ def test_chunks_of_a_prompt_follow_each_other(backend: str, of_state: torch.dtyp
     from models.kernels.triton.delta import delta_rule
 
     compute, counts = delta_rule_ if backend == "torch" else delta_rule, (16, 70, 64, 30, 1)
-    heads, state, _ = inputs(counts, 4, torch.float32, 0, of_state)
+    heads, state, _ = inputs(counts, 4, F32, 0, of_state)
     singly, starts = copy_of(state), torch.tensor([0, *counts]).cumsum(0).int()
     state.recurrent_RHKV[7:], state.inputs_RWC[7:] = 3, 3  # spare rows
     rows, sources, firsts = torch.tensor([7, 8, 2, 5, 0]), torch.tensor([2, 2, 2, 5, 0]), starts[:-1].clone()
@@ -100,7 +101,7 @@ def test_a_refused_draft_leaves_no_trace(backend: str, of_state: torch.dtype) ->
     compute, tolerance = (delta_rule_, 1e-5) if backend == "torch" else (delta_rule, 0.0)
     accepted = [(0, 7, 2, 1, 4), (5, 0, 7, 3, 1), (0, 0, 0, 0, 0)]  # of so many drafts: the rows' three steps
     counts = [(7, 7, 7, 7, 7), (5, 2, 7, 4, 1), (0, 0, 0, 0, 0)]
-    heads, first, rows = inputs(tuple(1 + count for step in counts for count in step), 0, torch.float32, 7, of_state)
+    heads, first, rows = inputs(tuple(1 + count for step in counts for count in step), 0, F32, 7, of_state)
     tokens, places = torch.arange(len(heads.inputs_TX)).split(rows.starts_R1.diff().tolist()), rows.rows_R[:5]
 
     def run(state: DeltaState, runs: Sequence[torch.Tensor], places: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -124,7 +125,7 @@ def test_a_refused_draft_leaves_no_trace(backend: str, of_state: torch.dtype) ->
 def test_equal_keys_lose_no_digits() -> None:
     from models.kernels.triton.delta import delta_rule
 
-    heads, state, rows = inputs((64,), 1, torch.float32)
+    heads, state, rows = inputs((64,), 1, F32)
     same = heads.inputs_TX[:1].expand_as(heads.inputs_TX).clone()
     heads = replace(heads, inputs_TX=same, gates_TX=torch.full_like(heads.gates_TX, 9.0), a_log_H=torch.full_like(heads.a_log_H, -20.0))
     copied = copy_of(state)
