@@ -168,10 +168,11 @@ def _product(a: tensor, b: tensor, DTYPE: constexpr) -> tensor:
 
 
 @triton.jit
-def _inverse(coupling: tensor, SIZE: constexpr, LEVELS: constexpr, DTYPE: constexpr) -> tensor:
-    """Invert I + L for a strictly lower triangular L of SIZE * 2^LEVELS lines: blocks of SIZE by substitution, all at once, then pairs of
-    blocks by [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]."""
+def _inverse(coupling: tensor, CHUNK: constexpr, LEVELS: constexpr, DTYPE: constexpr) -> tensor:
+    """Invert I + L for a strictly lower triangular L: blocks by substitution, all at once, then pairs of blocks by
+    [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]."""
     BLOCKS: tl.constexpr = 1 << LEVELS
+    SIZE: tl.constexpr = CHUNK // BLOCKS
     index, block = tl.arange(0, SIZE), tl.arange(0, BLOCKS)
     is_own = block[:, None, None, None] == block[None, None, :, None]
     system = tl.sum(tl.where(is_own, tl.reshape(coupling, (BLOCKS, SIZE, BLOCKS, SIZE)), 0.0), 2)
@@ -181,9 +182,9 @@ def _inverse(coupling: tensor, SIZE: constexpr, LEVELS: constexpr, DTYPE: conste
         line = tl.sum(tl.where(mine, system, 0.0), 1)
         result = tl.where(mine, result - tl.sum(line[:, :, None] * result, 1)[:, None, :], result)
     result = tl.where(index[None, :, None] == index[None, None, :], 1.0, result)
-    whole = tl.reshape(tl.where(is_own, result[:, :, None, :], 0.0), (BLOCKS * SIZE, BLOCKS * SIZE))
+    whole = tl.reshape(tl.where(is_own, result[:, :, None, :], 0.0), (CHUNK, CHUNK))
     for level in tl.static_range(LEVELS):
-        half = tl.arange(0, BLOCKS * SIZE) // (SIZE << level)
+        half = tl.arange(0, CHUNK) // (SIZE << level)
         between = tl.where((half[:, None] ^ half[None, :]) == 1, coupling, 0.0)  # the halves of a pair
         whole -= _product(_product(whole, between, DTYPE), whole, DTYPE)
     return whole
@@ -205,11 +206,10 @@ def _chunk_of(starts: tensor, chunk: tensor, num_rows: tensor, CHUNK: constexpr,
 @kernel(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["starts"])
 def _prepare(
     mixed: tensor, gates: tensor, a_log: tensor, dt_bias: tensor, starts: tensor, u: tensor, w: tensor, p: tensor, sums: tensor,
-    num_rows: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr, SIZE: constexpr, LEVELS: constexpr,
+    num_rows: tensor, CHANNELS: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM: constexpr, CHUNK: constexpr, LEVELS: constexpr,
     ROWS: constexpr,
 ) -> None:  # fmt: skip
-    """Program (c, h): chunk c of head h, SIZE * 2^LEVELS tokens."""
-    CHUNK: tl.constexpr = SIZE << LEVELS
+    """Program (c, h): chunk c of head h."""
     first, end = _chunk_of(starts, tl.program_id(0), num_rows, CHUNK, ROWS)
     if end == 0:
         return
@@ -229,7 +229,7 @@ def _prepare(
     tl.store(p + mine[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :], attended.to(p.dtype.element_ty), inside[:, None])
     coupling = beta[:, None] * decay * tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
     dtype = keys.dtype
-    inverse = _inverse(tl.where(distance > 0, coupling, 0.0), SIZE, LEVELS, dtype)
+    inverse = _inverse(tl.where(distance > 0, coupling, 0.0), CHUNK, LEVELS, dtype)
     place, values = mine[:, None] * DIM + dim[None, :], tl.load(line + (2 * KEY_HEADS + head) * DIM, inside[:, None], 0.0)
     tl.store(u + place, _product(inverse * beta[None, :], values, dtype).to(dtype), inside[:, None])
     inverse *= (beta * tl.exp(total))[None, :]
@@ -351,7 +351,7 @@ def _chunked(
     sums_TH = heads.a_log_H.new_empty((num_tokens, num_heads))
     _prepare[(num_chunks, num_heads)](
         mixed_TC, heads.gates_TX, heads.a_log_H, heads.dt_bias_H, rows.starts_R1, u_THV, w_THV, p_THC, sums_TH, num_rows,
-        SIZE=DELTA_CHUNK >> LEVELS, LEVELS=LEVELS, ROWS=max(MANY_ROWS, power_of_2(num_rows)), num_warps=PREPARE_WARPS, **sizes,
+        CHUNK=DELTA_CHUNK, LEVELS=LEVELS, ROWS=max(MANY_ROWS, power_of_2(num_rows)), num_warps=PREPARE_WARPS, **sizes,
     )  # fmt: skip
     columns = min(dim, SCAN_COLUMNS)
     _scan[(num_rows, num_heads, dim // columns)](
