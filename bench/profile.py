@@ -11,7 +11,6 @@ Starts an engine, with dummy weights for a published size, whose worker records 
 import argparse
 import asyncio
 import os
-import signal
 import tempfile
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from bench.flags import make_parser
 from bench.load import drive, make_bodies
 from bench.processes import engine_flags, roles_of, running_engine
 from bench.report import table, write_result
-from bench.tracing import EXPERTS, Recording
+from bench.tracing import EXPERTS, SIGNAL, Recording
 
 TEXT_TOKENS = 256
 WARM_UPS = 2
@@ -36,7 +35,7 @@ async def measure(args: argparse.Namespace, file: Path) -> list[Recording]:
     found: list[Recording] = []
 
     async def signalled(result: Path) -> None:
-        os.kill(worker, signal.SIGUSR1)
+        os.kill(worker, SIGNAL)
         async with asyncio.timeout(LIMIT_S):
             while not result.exists():
                 await asyncio.sleep(0.05)

@@ -1,6 +1,6 @@
 """Engine whose worker records its kernels: `python -m bench.tracing FILE [flags of engine.serve]`.
 
-SIGUSR1 to the worker starts a recording and creates FILE.started. The next one ends it and replaces that by FILE, a `Recording`. A worker
+SIGNAL to the worker starts a recording and creates FILE.started. The next one ends it and replaces that by FILE, a `Recording`. A worker
 whose file is called EXPERTS counts distinct experts instead, which takes time in every step.
 """
 
@@ -22,6 +22,7 @@ from bench.experts import ExpertCounter
 from bench.processes import serve_with
 
 EXPERTS = "experts"
+SIGNAL = signal.SIGRTMIN  # LLVM, by which Triton compiles, replaces handlers of SIGUSR1
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def recording_of(kernels: Sequence[FunctionEvent]) -> Recording:
 
 
 def record_on_signal(path: Path) -> None:
-    """Handle SIGUSR1 in this process. Without a GPU, operations on the CPU are recorded."""
+    """Handle SIGNAL in this process. Without a GPU, operations on the CPU are recorded."""
     activity, device = ProfilerActivity.CPU, DeviceType.CPU
     if torch.cuda.is_available():
         activity, device = ProfilerActivity.CUDA, DeviceType.CUDA
@@ -77,7 +78,7 @@ def record_on_signal(path: Path) -> None:
         started.write_bytes(msgspec.json.encode(found))
         started.rename(path)
 
-    signal.signal(signal.SIGUSR1, handle)
+    signal.signal(SIGNAL, handle)
 
 
 def main() -> int:
