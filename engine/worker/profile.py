@@ -74,18 +74,18 @@ def measure(
 
 @torch.inference_mode()
 def run_once(model: LanguageModel, backend: Backend, config: EngineConfig, tower_stream: torch.cuda.Stream, sizes: StepSizes) -> None:
-    """Run what `measure` measures, but for sampling. Before, compile the kernels of all usual steps, many at once: not with experts, whose
-    choices CUDA kernels read as addresses, nor with several ranks, on which this has not run."""
+    """Run what `measure` measures, but for sampling. Before, compile the kernels of all usual steps, many at once: not with several
+    ranks, on which this has not run."""
     prompts = [[size] for size in (*SMALL, sizes.mixed[0], sizes.usual, sizes.mixed[-1])]
     decodes = [[1] * size for size in sizes.decodes if not size & (size - 1)]
     encode = partial(_encode, model.tower, config.max_num_encoder_tokens, tower_stream)
     step = _step_of(model, backend, config, [config.max_num_batched_tokens], 1)
-    if model.config.text.moe is None and model.tp.size == 1:
+    if model.tp.size == 1:
         with compiling(model.device):
             encode()
             step()
             for lengths in (*prompts, *decodes):
-                if 1 < sum(lengths) <= config.max_num_batched_tokens:  # graphs compile the kernels of a single token
+                if sum(lengths) <= config.max_num_batched_tokens:
                     _step_of(model, backend, config, lengths, len(lengths))()
     encode()
     step()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from models.kernels.compiling import THIS_THREAD
 from models.kernels.ops import Experts
 from models.kernels.stream import Activation, RowClass
 from models.kernels.triton.activations import values_of
@@ -150,7 +151,10 @@ class Humming(TritonProducts[Any]):
 
     def _of_choices(self, kernel: Kernel, x: torch.Tensor, blocks: SortedChoices, per_input: int) -> torch.Tensor:
         """Return (S, N), the products of the choices, undefined at a choice of -1. `per_input` choices share each row of x."""
-        return self._launch(
-            configs=kernel.table, inputs=x, outputs=x.new_empty((len(x) * per_input, self.width // self.count)), top_k=per_input,
-            sorted_ids=blocks.choices, expert_ids=blocks.experts_B, num_tokens_padded=blocks.end_1,
-        )  # fmt: skip
+        out_SN = x.new_empty((len(x) * per_input, self.width // self.count))
+        if THIS_THREAD.compiler is None:  # otherwise no kernel has written the blocks
+            self._launch(
+                configs=kernel.table, inputs=x, outputs=out_SN, top_k=per_input, sorted_ids=blocks.choices,
+                expert_ids=blocks.experts_B, num_tokens_padded=blocks.end_1,
+            )  # fmt: skip
+        return out_SN
