@@ -134,8 +134,8 @@ class Rows:
         """Append the chunks' blocks. Call it after all admits of the plan, whose snapshots' blocks it may reuse."""
         for chunk in chunks:
             self._append_blocks(chunk.row, chunk.blocks)
-            if self._snapshots is not None:
-                self._snapshots.clear(chunk.blocks)
+        if self._snapshots is not None:
+            self._snapshots.clear([block for chunk in chunks for block in chunk.blocks])
 
     def save_snapshots(self, step: HostStep, chunks: Sequence[Chunk]) -> None:
         if self._snapshots is not None and any(chunk.snapshot for chunk in chunks):

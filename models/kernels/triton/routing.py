@@ -8,10 +8,11 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
+from models.kernels.compiling import THIS_THREAD
 from models.kernels.ops import Experts
 from models.kernels.triton.launch import await_kernel, await_previous_kernel, cdiv, kernel, power_of_2
 
-SORTED = 128  # choices per sorting program
+SORTED, SORTED_BLOCKS = 128, 4  # choices, and about so many blocks, per sorting program
 ROUTE_WARPS, SORT_WARPS = 1, 4
 SORTED_BY_WARP = 64  # maximum experts that a warp compares with choices
 
@@ -138,6 +139,8 @@ def route(
     num_tokens, given = len(logits_TE), experts.num_given
     assert logits_TE.is_contiguous() and (parts_KTD is None or parts_KTD.is_contiguous())
     experts_TK, ranks_TK = (logits_TE.new_empty((num_tokens, given), dtype=torch.int32) for _ in range(2))
+    if THIS_THREAD.compiler is not None:
+        experts_TK.zero_()  # CUDA kernels read them as addresses
     weights_TK = logits_TE.new_empty((num_tokens, given))
     counts_E = logits_TE.new_zeros(experts.count, dtype=torch.int32) if counted else None
     _route[(num_tokens,)](
@@ -160,7 +163,7 @@ def sort(choices: Choices, rows: int, is_filled: bool = False) -> SortedChoices:
     sorted_choices, *lists = (experts_TK.new_empty(size) for size in sizes)
     made = SortedChoices(rows, sorted_choices, *lists)
     block = power_of_2(choices.num_experts)
-    _sort[(cdiv(num_choices, SORTED),)](
+    _sort[(max(cdiv(num_choices, SORTED), cdiv(num_blocks, SORTED_BLOCKS)),)](
         experts_TK, ranks_TK, counts_E, made.choices, made.experts_B, made.rows_B, made.end_1, num_choices, num_blocks,
         EXPERTS=choices.num_experts, BLOCK=block, ROWS=rows, FILLED=power_of_2(rows) if is_filled else 0, SORTED=SORTED,
         num_warps=max(SORT_WARPS, block // SORTED_BY_WARP),
