@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from models.kernels.ops import Experts
-from models.kernels.triton.launch import await_kernel, await_previous_kernel, capability_of, cdiv, floats, kernel
+from models.kernels.triton.launch import await_kernel, await_previous_kernel, capability_of, cdiv, floats, kernel, power_of_2
 from models.kernels.triton.routing import Choices, SortedChoices, route, sort
 from models.kernels.triton.text import quantized
 from models.kernels.triton.tuned import FEW_CHOICES, ExpertTiles, expert_tiles
@@ -173,7 +173,7 @@ def _launch(
     if blocks is not None:
         grid, searched, lists = (len(blocks.experts_B) * num_tiles, 1), 0, (blocks.choices, blocks.experts_B, blocks.rows_B)
     else:
-        grid, searched = (num_choices, num_tiles), next(size for size in (16, 128, FEW_CHOICES) if size >= num_choices)
+        grid, searched = (num_choices, num_tiles), 16 if num_choices <= 16 else power_of_2(FEW_CHOICES)
         lists = (choices.experts_TK,) * 3
     _multiply_experts[grid](
         x, x_scales, stacked.values, scales, choices.weights_TK, out, *lists, num_choices, num_tokens, scale_stride,

@@ -91,22 +91,18 @@ class ExpertTiles:
     stages: int
 
 
-FEW_CHOICES = 256  # experts times tokens: with more, choices are sorted before they are multiplied
+FEW_CHOICES = 128  # experts times tokens: with more, choices are sorted before they are multiplied
 
 # 128 experts of 768 values, 8 for a token.
 ANY = 1 << 30
 EXPERT_TILES = {  # by whether there is little shared memory, as above, and whether matrices are float8
     (False, False): (
-        ExpertTiles(16, 16, 64, 64, 128, 4, 4),
-        ExpertTiles(32, 16, 64, 64, 64, 4, 4),
         ExpertTiles(128, 16, 64, 64, 128, 4, 4),
         ExpertTiles(384, 32, 128, 128, 128, 4, 3),
         ExpertTiles(1024, 64, 128, 128, 64, 4, 3),
         ExpertTiles(ANY, 128, 128, 128, 64, 8, 3),
     ),
     (False, True): (
-        ExpertTiles(16, 16, 128, 128, 128, 4, 4),
-        ExpertTiles(32, 16, 256, 128, 128, 8, 4),
         ExpertTiles(208, 16, 128, 128, 128, 4, 4),
         ExpertTiles(ANY, 64, 128, 128, 128, 4, 4),
     ),
