@@ -24,12 +24,14 @@ typedef struct {
 typedef struct {
     size_t num_words; // the first fields, which Python reads
     uint64_t words[MAX_WORDS]; // parameters
+    char is_wide[MAX_WORDS]; // whether a word belongs to a parameter in which an address has place
     size_t num_launches, num_offsets;
     size_t offsets[MAX_OFFSETS]; // of each parameter, in bytes from the first word
     Launch launches[MAX_LAUNCHES];
 } Captured;
 
 size_t captured_bytes(void) { return sizeof(Captured); }
+size_t captured_most_words(void) { return MAX_WORDS; }
 
 #define CHECK(call)                                                                                                                        \
     do {                                                                                                                                   \
@@ -62,6 +64,7 @@ static int read_kernel(Captured *all, Launch *launch, CUgraphNode node, CUstream
         memset(content + bytes, 0, (offset + size + 7) / 8 * 8 - bytes);
         memcpy(content + offset, block ? (char *)block + offset : found.kernelParams[i], size);
         bytes = (offset + size + 7) / 8 * 8;
+        memset(all->is_wide + all->num_words + offset / 8, size >= 8, bytes / 8 - offset / 8);
         all->offsets[all->num_offsets++] = 8 * all->num_words + offset;
         launch->num_parameters++;
     }
@@ -89,6 +92,7 @@ static int read_kernel(Captured *all, Launch *launch, CUgraphNode node, CUstream
 static int read_memset(Captured *all, Launch *launch, CUgraphNode node) {
     CHECK(cuGraphMemsetNodeGetParams(node, &launch->memory));
     if (launch->memory.height != 1 || all->num_words == MAX_WORDS) return UNSUPPORTED;
+    all->is_wide[all->num_words] = 1;
     all->words[all->num_words++] = launch->memory.dst;
     return 0;
 }

@@ -82,7 +82,7 @@ class Repeats:
                 residual.parts_STD = parts
                 call()
                 return
-            words = kind.words_of(i, captured.words)
+            words = kind.words_of(i, captured)
             captured.run(words[kind.layers.index(i)])
             if place_of(residual.parts_STD) == place_of(parts):
                 recorded[kind] = Recorded(captured, words, place_of(parts))
@@ -112,11 +112,11 @@ class Kind:
         self._starts.append([tensor.data_ptr() for tensor in tensors])
         self._sizes = [span_of(tensor) for tensor in tensors]
 
-    def words_of(self, layer: int, words: Words) -> Words:
+    def words_of(self, layer: int, captured: Captured) -> Words:
         """Return the parameters of each layer from those of one."""
         starts_LR = np.array(self._starts, dtype=np.uint64)
         ranges = starts_LR[self.layers.index(layer)]
-        return moved(words, ranges, ranges + np.array(self._sizes, dtype=np.uint64), starts_LR - ranges)
+        return moved(captured.words, captured.is_wide, ranges, ranges + np.array(self._sizes, dtype=np.uint64), starts_LR - ranges)
 
 
 def place_of(tensor: torch.Tensor | None) -> object:
