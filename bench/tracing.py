@@ -1,7 +1,7 @@
 """Engine whose worker records its kernels: `python -m bench.tracing FILE [flags of engine.serve]`.
 
 SIGNAL to the worker starts a recording and creates FILE.started. The next one ends it and replaces that by FILE, a `Recording`. A worker
-whose file is called EXPERTS counts distinct experts instead, which takes time in every step.
+whose file is called EXPERTS counts distinct experts instead.
 """
 
 import signal
@@ -22,7 +22,7 @@ from bench.experts import ExpertCounter
 from bench.processes import serve_with
 
 EXPERTS = "experts"
-SIGNAL = signal.SIGRTMIN  # LLVM, by which Triton compiles, replaces handlers of SIGUSR1
+SIGNAL = signal.SIGRTMIN  # LLVM, with which Triton compiles, replaces handlers of SIGUSR1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def recording_of(kernels: Sequence[FunctionEvent]) -> Recording:
 
 
 def record_on_signal(path: Path) -> None:
-    """Handle SIGNAL in this process. Without a GPU, operations on the CPU are recorded."""
+    """Handle SIGNAL. Without a GPU, operations on the CPU are recorded."""
     activity, device = ProfilerActivity.CPU, DeviceType.CPU
     if torch.cuda.is_available():
         activity, device = ProfilerActivity.CUDA, DeviceType.CUDA

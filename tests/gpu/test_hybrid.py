@@ -1,5 +1,5 @@
-"""Attention of 128 and of 256 values a head on one GPU against plain torch, and a few layers of
-30B-A3B, 3.5-9B and 3.5-35B-A3B against transformers with the same random weights, eager and through graphs.
+"""Attention of 128 and 256 values a head against plain torch, and a few layers of 30B-A3B, 3.5-9B and 3.5-35B-A3B
+against transformers with the same random weights, eager and through graphs.
 
 A router's near ties may go either way in bfloat16, and then a token has another expert: medians of tokens are compared.
 """
@@ -39,8 +39,8 @@ ATTENTION = {  # heads, KV heads, values of a head
 @pytest.mark.parametrize("size", ATTENTION)
 def test_attention_equals_the_reference(backend: Backend, size: str) -> None:
     num_heads, num_kv, head_dim = ATTENTION[size]
-    step = Step.build([300, 5000, 1, 4097], (num_heads, num_kv), head_dim, tokens=[200, 40, 1, 1])
-    step = step.with_finite_values().to(DEVICE, torch.bfloat16)
+    step = Step.build([300, 5000, 1, 4097], (num_heads, num_kv), head_dim, tokens=[200, 40, 1, 1]).with_finite_values()
+    step = step.to(DEVICE, torch.bfloat16)
     layout = replace(step.layout, num_prefill_rows=2)
     found = []
     for attention in (backend.attention([step.pool], num_heads), TorchAttention([step.pool])):

@@ -33,11 +33,10 @@ def test_layers_of_a_kind(tmp_path: Path, shape: str, kinds: int) -> None:
 
 
 def test_addresses_are_moved_with_the_outer_range() -> None:
-    words = np.array([5, 1000, 1099, 1100, 1010, 7000, 6999, 1000], dtype=np.uint64)
-    starts, ends = np.array([7000, 1010, 1000], dtype=np.uint64), np.array([7001, 1020, 1100], dtype=np.uint64)
-    is_wide, distances = np.arange(8) < 7, np.array([[0, 0, 0], [2**64 - 100, 50, 50]], dtype=np.uint64)
-    found = moved(words, is_wide, starts, ends, distances)
-    assert found.tolist() == [words.tolist(), [5, 1050, 1149, 1100, 1060, 6900, 6999, 1000]], "the last word is two numbers"
+    words = np.array([5, 1000, 1099, 1100, 1010, 7000, 6999, 1000], np.uint64)
+    starts, ends = np.array([7000, 1010, 1000], np.uint64), np.array([7001, 1020, 1100], np.uint64)
+    found = moved(words, np.arange(8) < 7, starts, ends, np.array([[0, 0, 0], [2**64 - 100, 50, 50]], np.uint64))
+    assert found.tolist() == [words.tolist(), [5, 1050, 1149, 1100, 1060, 6900, 6999, 1000]]
     assert span_of(torch.zeros(10, 8)[:3, :2]) == 4 * 18 and span_of(torch.zeros(0)) == 0
 
 
