@@ -23,15 +23,14 @@ typedef struct {
 
 typedef struct {
     size_t num_words; // the first fields, which Python reads
+    uint64_t signature; // of the functions and their numbers of parameters
     uint64_t words[MAX_WORDS]; // parameters
-    char is_wide[MAX_WORDS]; // whether a word belongs to a parameter in which an address has place
     size_t num_launches, num_offsets;
     size_t offsets[MAX_OFFSETS]; // of each parameter, in bytes from the first word
     Launch launches[MAX_LAUNCHES];
 } Captured;
 
 size_t captured_bytes(void) { return sizeof(Captured); }
-size_t captured_most_words(void) { return MAX_WORDS; }
 
 #define CHECK(call)                                                                                                                        \
     do {                                                                                                                                   \
@@ -64,7 +63,6 @@ static int read_kernel(Captured *all, Launch *launch, CUgraphNode node, CUstream
         memset(content + bytes, 0, (offset + size + 7) / 8 * 8 - bytes);
         memcpy(content + offset, block ? (char *)block + offset : found.kernelParams[i], size);
         bytes = (offset + size + 7) / 8 * 8;
-        memset(all->is_wide + all->num_words + offset / 8, size >= 8, bytes / 8 - offset / 8);
         all->offsets[all->num_offsets++] = 8 * all->num_words + offset;
         launch->num_parameters++;
     }
@@ -92,7 +90,6 @@ static int read_kernel(Captured *all, Launch *launch, CUgraphNode node, CUstream
 static int read_memset(Captured *all, Launch *launch, CUgraphNode node) {
     CHECK(cuGraphMemsetNodeGetParams(node, &launch->memory));
     if (launch->memory.height != 1 || all->num_words == MAX_WORDS) return UNSUPPORTED;
-    all->is_wide[all->num_words] = 1;
     all->words[all->num_words++] = launch->memory.dst;
     return 0;
 }
@@ -109,6 +106,7 @@ int captured_read(CUgraph graph, CUstream stream, Captured *all) {
     CHECK(cuGraphGetNodes(graph, nodes, &num_nodes));
     CHECK(cuGraphGetEdges_v2(graph, sources, targets, data, &num_edges));
     all->num_words = all->num_launches = all->num_offsets = 0;
+    all->signature = 14695981039346656037u; // FNV-1a
     for (size_t i = 1; i < num_nodes; i++) {
         int num_before = 0, overlaps = 0;
         for (size_t e = 0; e < num_edges; e++) {
@@ -129,6 +127,8 @@ int captured_read(CUgraph graph, CUstream stream, Captured *all) {
                     : kind == CU_GRAPH_NODE_TYPE_MEMSET ? read_memset(all, launch, nodes[i])
                                                            : UNSUPPORTED;
         if (error) return error;
+        uint64_t parts[] = {(uint64_t)(uintptr_t)launch->function, launch->num_parameters};
+        for (int part = 0; part < 2; part++) all->signature = (all->signature ^ parts[part]) * 1099511628211u;
     }
     return 0;
 }

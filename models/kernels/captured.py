@@ -2,10 +2,10 @@
 
     stream ── capture ──▶ CUDA graph ── functions, grids, parameters ──▶ `Captured` ── other addresses ──▶ the driver's launches
 
-Python needs 0.3 to 0.9 ms for the launches of a layer, the driver 0.03 to 0.06. Parameters are copied as they are: an aligned word of eight
-bytes that is an address in a given range is moved with the range, unless it holds smaller parameters. That includes the address at the
-start of a descriptor of the tensor memory accelerator. `captured.c` reads and launches; it is compiled when it is needed first, as Triton
-compiles its launches, and cached.
+Python needs 0.3 to 0.9 ms for the launches of a layer, the driver 0.03 to 0.06. Parameters are copied as they are: aligned words of eight
+bytes, of which those that are addresses in given ranges are moved. Words that only look like one, such as two small numbers, are equal in
+the launches of two layers. Among the addresses is the one at the start of a descriptor of the tensor memory accelerator. `captured.c` reads
+and launches; it is compiled when it is needed first, as Triton compiles its launches, and cached.
 """
 
 import ctypes
@@ -32,6 +32,7 @@ RELAXED = 2  # CUstreamCaptureMode: other threads, and torch's allocator in this
 WORD = 8
 
 Words = npt.NDArray[np.uint64]
+Places = npt.NDArray[np.int64]  # of words
 
 
 class Unsupported(Exception):
@@ -51,7 +52,7 @@ def library() -> ctypes.PyDLL | None:
     except OSError as problem:
         logger.warning("launches of layers are not repeated: %s", problem)
         return None
-    found.captured_bytes.restype = found.captured_most_words.restype = ctypes.c_size_t
+    found.captured_bytes.restype = ctypes.c_size_t
     found.captured_run.argtypes = [*[ctypes.c_void_p] * 4, ctypes.c_size_t]
     found.captured_read.argtypes = [ctypes.c_void_p] * 3
     return found
@@ -119,8 +120,7 @@ class Captured:
         self._address = self._memory.ctypes.data
         check(found.captured_read(graph, stream, self._address))
         fields: Words = self._memory.view(np.uint64)
-        count, most = int(fields[0]), found.captured_most_words()
-        self.words, self.is_wide = fields[1 : 1 + count], self._memory[WORD * (1 + most) :][:count].view(np.bool_)
+        self.signature, self.words = int(fields[1]), fields[2 : 2 + int(fields[0])]  # equal for equal functions
 
     def run(self, words: Words) -> None:
         """Launch with these parameters."""
@@ -128,13 +128,13 @@ class Captured:
             raise LaunchFailed(self._problem.value.decode())
 
 
-def moved(words: Words, is_wide: npt.NDArray[np.bool_], starts_R: Words, ends_R: Words, distances_CR: Words) -> Words:
-    """Return C copies of the words, the wide ones in a range moved by its distance in each copy. A range inside another one is moved with
-    it."""
+def moved(words: Words, places: Places, starts_R: Words, ends_R: Words, distances_CR: Words) -> Words:
+    """Return C copies of the words; those at these places that are in a range are moved by its distance in each copy. A range inside
+    another one is moved with it."""
     order = np.lexsort((-ends_R.astype(np.int64), starts_R))
     outer = order[ends_R[order] > np.concatenate(([0], np.maximum.accumulate(ends_R[order])[:-1]))]
-    index = np.searchsorted(starts_R[outer], words, side="right").astype(np.int64) - 1
-    places = np.flatnonzero(is_wide & (index >= 0) & (words < ends_R[outer][index]))
+    index = np.searchsorted(starts_R[outer], words[places], side="right").astype(np.int64) - 1
+    inside = (index >= 0) & (words[places] < ends_R[outer][index])
     copies = np.repeat(words[None], len(distances_CR), axis=0)
-    copies[:, places] += distances_CR[:, outer[index[places]]]
+    copies[:, places[inside]] += distances_CR[:, outer[index[inside]]]
     return copies

@@ -2,6 +2,8 @@
 
     layer 0 ── Python, captured ──▶ layers 1 to n ── the same launches, other weights and caches
 
+Launches of functions that were not met before are captured for two layers: addresses are where these differ by the distance of a tensor.
+
 Layers are of one kind if all values and shapes of tensors that can be reached from them are equal. Their only common state is the residual,
 whose parts have the same memory in each layer (`Residual.room`), and the step's own tensors. If the first layer leaves parts, later steps
 of that class begin with empty ones, so that it equals the others.
@@ -17,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from models.kernels.captured import Captured, Unsupported, Words, can_capture, capture, moved
+from models.kernels.captured import Captured, Places, Unsupported, Words, can_capture, capture, moved
 from models.kernels.compiling import THIS_THREAD
 from models.kernels.stream import Residual, RowClass
 
@@ -68,9 +70,11 @@ class Repeats:
         self, kinds: dict[int, "Kind"], recorded: dict["Kind", "Recorded"], i: int, residual: Residual, call: Callable[[], object]
     ) -> None:
         kind, parts, first = kinds[i], residual.parts_STD, RowClass.of(len(residual.sum_TD)) if i == 0 else None
-        if (found := recorded.get(kind)) is not None and found.parts == place_of(parts):
+        found = recorded.get(kind)
+        is_equal = found is None or found.parts == place_of(parts)
+        if found is not None and found.words is not None and is_equal:
             found.captured.run(found.words[kind.layers.index(i)])
-        elif found is not None or self._is_off or kind.layers[-LEAST:][0] <= i or first in self._unequal:
+        elif not is_equal or self._is_off or kind.layers[-LEAST:][0] <= i or first in self._unequal:
             call()
         else:
             try:
@@ -82,10 +86,9 @@ class Repeats:
                 residual.parts_STD = parts
                 call()
                 return
-            words = kind.words_of(i, captured)
-            captured.run(words[kind.layers.index(i)])
+            captured.run(captured.words)
             if place_of(residual.parts_STD) == place_of(parts):
-                recorded[kind] = Recorded(captured, words, place_of(parts))
+                recorded[kind] = Recorded(i, captured, kind.words_of(i, captured, found), place_of(parts))
             elif first is not None:
                 if parts is None and residual.parts_STD is not None:
                     self._left[first] = len(residual.parts_STD), residual.parts_STD.dtype
@@ -94,8 +97,9 @@ class Repeats:
 
 
 class Recorded(NamedTuple):
+    layer: int
     captured: Captured
-    words: Words  # of each layer of the kind
+    words: Words | None  # of each layer of the kind, once it is known which are addresses
     parts: object  # place of the residual's parts before and after the layer
 
 
@@ -106,17 +110,31 @@ class Kind:
         self.layers: list[int] = []
         self._starts: list[list[int]] = []
         self._sizes: list[int] = []
+        self._places: dict[int, Places] = {}  # of the addresses, by signature
 
     def add(self, layer: int, tensors: Sequence[torch.Tensor]) -> None:
         self.layers.append(layer)
         self._starts.append([tensor.data_ptr() for tensor in tensors])
         self._sizes = [span_of(tensor) for tensor in tensors]
 
-    def words_of(self, layer: int, captured: Captured) -> Words:
-        """Return the parameters of each layer from those of one."""
+    def words_of(self, layer: int, captured: Captured, before: Recorded | None) -> Words | None:
+        """Return the parameters of each layer from those of one, None if it is unknown which are addresses. This follows from launches of
+        an earlier layer, if they are of the same functions."""
+        if captured.signature not in self._places:
+            if before is None or before.captured.signature != captured.signature:
+                return None
+            every, earlier = np.arange(len(captured.words)), before.captured.words
+            expected = self._moved(layer, captured.words, every)[self.layers.index(before.layer)]
+            can_move = expected != captured.words
+            if not (is_address := can_move & (earlier == expected))[can_move & (earlier != captured.words)].all():
+                return None
+            self._places[captured.signature] = np.flatnonzero(is_address)
+        return self._moved(layer, captured.words, self._places[captured.signature])
+
+    def _moved(self, layer: int, words: Words, places: Places) -> Words:
         starts_LR = np.array(self._starts, dtype=np.uint64)
         ranges = starts_LR[self.layers.index(layer)]
-        return moved(captured.words, captured.is_wide, ranges, ranges + np.array(self._sizes, dtype=np.uint64), starts_LR - ranges)
+        return moved(words, places, ranges, ranges + np.array(self._sizes, dtype=np.uint64), starts_LR - ranges)
 
 
 def place_of(tensor: torch.Tensor | None) -> object:
