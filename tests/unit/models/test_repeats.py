@@ -49,7 +49,7 @@ class Layer(torch.nn.Module):
 
 
 class Captured:
-    """Launches of one kernel: stream += weight of the first address. The second word, a number, looks like an address of layer 0."""
+    """A launch: stream += weight of the first address. The second word is a number that looks like one."""
 
     def __init__(self, words: list[int]) -> None:
         self.words: Words = np.array(words, dtype=np.uint64)
@@ -71,7 +71,7 @@ def run_model(
     moves: bool = False,
     has_parts: bool = True,
 ) -> list[int]:
-    """Return the layers that ran in Python, as Python would add their weights."""
+    """Return the layers that ran in Python."""
     in_python: list[int] = []
     recording: list[list[int]] = []
 
@@ -107,15 +107,13 @@ def test_one_layer_of_a_kind_runs_in_python(monkeypatch: pytest.MonkeyPatch) -> 
     TARGET[0], NUMBER[0] = 0.0, layers[0].weight.data_ptr()
     assert run_model(layers, made, monkeypatch) == list(range(8)), "the first step creates what is created once"
     assert TARGET == [255.0]
-    assert run_model(layers, made, monkeypatch, has_parts=False) == [0, 1, 4], "two show which words are addresses"
+    assert run_model(layers, made, monkeypatch, has_parts=False) == [0, 1, 4], "two show the addresses"
     assert run_model(layers, made, monkeypatch, has_parts=False) == [0, 4]
     assert TARGET == [3 * 255.0]
     assert run_model(layers, made, monkeypatch) == [0, 1, 4]
     assert run_model(layers, made, monkeypatch, moves=True) == list(range(8)), "another address each time"
     for_each = [0, *(i for i in range(1, 8) for _ in range(1 + (i not in (4, 6, 7))))]
-    assert run_model(layers, made, monkeypatch, fails=torch.OutOfMemoryError) == for_each, (
-        "the next layer may have memory; the first was captured in vain before"
-    )
+    assert run_model(layers, made, monkeypatch, fails=torch.OutOfMemoryError) == for_each, "the next layer may have memory"
     assert run_model(layers, made, monkeypatch, fails=Unsupported) == [0, 1, *range(1, 8)], "what was captured in vain runs"
     assert run_model(layers, made, monkeypatch) == list(range(8))
     assert TARGET == [8 * 255.0]
