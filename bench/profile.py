@@ -28,7 +28,7 @@ TEXT_TOKENS = 256
 WARM_UPS = 2
 SHOWN, WIDTH = 12, 60  # rows and columns of tables
 LIMIT_S = 120.0  # to start or write a recording
-WINDOW_S, MARGIN = 0.35, 1.3  # of decoding, after so many times the longest TTFT
+WINDOW_S, MARGIN = 0.35, 1.3  # seconds recorded, after so many longest TTFTs
 
 
 async def measure(args: argparse.Namespace, file: Path) -> list[Recording]:

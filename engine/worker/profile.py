@@ -74,8 +74,8 @@ def measure(
 
 @torch.inference_mode()
 def run_once(model: LanguageModel, backend: Backend, config: EngineConfig, tower_stream: torch.cuda.Stream, sizes: StepSizes) -> None:
-    """Run what `measure` measures, but for sampling. Before, compile the kernels of all usual steps, many at once: not with several
-    ranks, on which this has not run."""
+    """Run what `measure` measures, but for sampling. Before, compile the kernels of all usual steps, many at once, except with several
+    ranks, where this is untested."""
     prompts = [[size] for size in (*SMALL, sizes.mixed[0], sizes.usual, sizes.mixed[-1])]
     decodes = [[1] * size for size in sizes.decodes if not size & (size - 1)]
     encode = partial(_encode, model.tower, config.max_num_encoder_tokens, tower_stream)

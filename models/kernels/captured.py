@@ -3,9 +3,8 @@
     stream ── capture ──▶ CUDA graph ── functions, grids, parameters ──▶ `Captured` ── other addresses ──▶ the driver's launches
 
 Python needs 0.3 to 0.9 ms for the launches of a layer, the driver 0.03 to 0.06. Parameters are copied as they are: aligned words of eight
-bytes, of which those that are addresses in given ranges are moved. Words that only look like one, such as two small numbers, are equal in
-the launches of two layers. Among the addresses is the one at the start of a descriptor of the tensor memory accelerator. `captured.c` reads
-and launches; it is compiled when it is needed first, as Triton compiles its launches, and cached.
+bytes, of which addresses in given ranges are moved, also the one at the start of a descriptor of the tensor memory accelerator.
+`captured.c` reads and launches; it is compiled when it is needed first, as Triton compiles its launches, and cached.
 """
 
 import ctypes

@@ -19,8 +19,8 @@ THIS_THREAD = Thread()
 
 @contextmanager
 def compiling(device: torch.device) -> Iterator[None]:
-    """Compile Triton's kernels, each version once, instead of launching them in this thread. All else runs, so results are undefined: what
-    reads them as addresses must not, or reads zeros. A compilation that fails is repeated by the first launch, which raises."""
+    """Compile Triton's kernels, each version once, instead of launching them in this thread. All else runs, so results are undefined: code
+    that uses them as addresses must not run, or gets zeros. A compilation that fails is repeated by the first launch, which raises."""
     added = set[Any]()
 
     def compile(jitted: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:

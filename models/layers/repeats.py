@@ -2,7 +2,8 @@
 
     layer 0 ── Python, captured ──▶ layers 1 to n ── the same launches, other weights and caches
 
-Launches of functions that were not met before are captured for two layers: addresses are where these differ by the distance of a tensor.
+For a new sequence of functions two layers are captured: an address is a word that differs between them by the distance of a tensor. A word
+of two small numbers may look like an address, but is equal in both.
 
 Layers are of one kind if all values and shapes of tensors that can be reached from them are equal. Their only common state is the residual,
 whose parts have the same memory in each layer (`Residual.room`), and the step's own tensors. If the first layer leaves parts, later steps
@@ -118,15 +119,15 @@ class Kind:
         self._sizes = [span_of(tensor) for tensor in tensors]
 
     def words_of(self, layer: int, captured: Captured, before: Recorded | None) -> Words | None:
-        """Return the parameters of each layer from those of one, None if it is unknown which are addresses. This follows from launches of
-        an earlier layer, if they are of the same functions."""
+        """Return the parameters of each layer from those of one; None if the addresses among them are unknown, and `before`, an earlier
+        layer's launches, does not show them."""
         if captured.signature not in self._places:
             if before is None or before.captured.signature != captured.signature:
                 return None
-            every, earlier = np.arange(len(captured.words)), before.captured.words
-            expected = self._moved(layer, captured.words, every)[self.layers.index(before.layer)]
-            can_move = expected != captured.words
-            if not (is_address := can_move & (earlier == expected))[can_move & (earlier != captured.words)].all():
+            words, earlier = captured.words, before.captured.words
+            expected = self._moved(layer, words, np.arange(len(words)))[self.layers.index(before.layer)]
+            is_address = (expected != words) & (earlier != words)
+            if (earlier != expected)[is_address].any():
                 return None
             self._places[captured.signature] = np.flatnonzero(is_address)
         return self._moved(layer, captured.words, self._places[captured.signature])

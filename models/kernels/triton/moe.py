@@ -168,7 +168,7 @@ def _launch(
     if isinstance(stacked, BlockScaled):
         rounded, scales, num_scales = quantized(x_TX), stacked.padded_scales, stacked.padded_scales.shape[1]
         x, x_scales, scale_stride = rounded.padded, rounded.scales, len(rounded.padded)
-    columns = math.gcd(rows_out, tiles.up_columns if is_gated else tiles.down_columns)
+    columns = math.gcd(rows_out, tiles.columns)
     num_tiles, num_choices = rows_out // columns, num_tokens * chosen
     if blocks is not None:
         grid, searched, lists = (len(blocks.experts_B) * num_tiles, 1), 0, (blocks.choices, blocks.experts_B, blocks.rows_B)

@@ -79,13 +79,12 @@ def gemv_tiles(num_out: int, width: int, gated: bool, is_whole: bool, device: De
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """Tiles of experts, up to so many tokens: rows (choices), columns of gate and up (per projection) and of down, inputs at once, warps,
-    stages. In float8, at most 128 columns per projection."""
+    """Tiles of experts, up to so many tokens: rows (choices), columns (gate and up: half of each), inputs at once, warps, stages. In
+    float8, at most 128 columns per projection."""
 
     num_tokens: int
     rows: int
-    up_columns: int
-    down_columns: int
+    columns: int
     depth: int
     warps: int
     stages: int
@@ -97,21 +96,21 @@ FEW_CHOICES = 128  # experts times tokens: with more, choices are sorted before 
 ANY = 1 << 30
 EXPERT_TILES = {  # by whether there is little shared memory, as above, and whether matrices are float8
     (False, False): (
-        ExpertTiles(128, 16, 64, 64, 128, 4, 4),
-        ExpertTiles(384, 32, 128, 128, 128, 4, 3),
-        ExpertTiles(1024, 64, 128, 128, 64, 4, 3),
-        ExpertTiles(ANY, 128, 128, 128, 64, 8, 3),
+        ExpertTiles(128, 16, 64, 128, 4, 4),
+        ExpertTiles(384, 32, 128, 128, 4, 3),
+        ExpertTiles(1024, 64, 128, 64, 4, 3),
+        ExpertTiles(ANY, 128, 128, 64, 8, 3),
     ),
     (False, True): (
-        ExpertTiles(208, 16, 128, 128, 128, 4, 4),
-        ExpertTiles(ANY, 64, 128, 128, 128, 4, 4),
+        ExpertTiles(208, 16, 128, 128, 4, 4),
+        ExpertTiles(ANY, 64, 128, 128, 4, 4),
     ),
     (True, False): (
-        ExpertTiles(128, 16, 128, 128, 64, 4, 3),
-        ExpertTiles(320, 32, 128, 128, 64, 4, 3),
-        ExpertTiles(ANY, 64, 128, 128, 64, 4, 3),
+        ExpertTiles(128, 16, 128, 64, 4, 3),
+        ExpertTiles(320, 32, 128, 64, 4, 3),
+        ExpertTiles(ANY, 64, 128, 64, 4, 3),
     ),
-    (True, True): (ExpertTiles(128, 16, 128, 128, 128, 4, 3), ExpertTiles(ANY, 64, 128, 128, 128, 4, 3)),
+    (True, True): (ExpertTiles(128, 16, 128, 128, 4, 3), ExpertTiles(ANY, 64, 128, 128, 4, 3)),
 }
 
 

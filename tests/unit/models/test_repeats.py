@@ -1,4 +1,4 @@
-"""Equal layers are recognised, and what moves addresses: the launches themselves need a GPU (`tests/gpu/test_model_parity.py`)."""
+"""Equal layers and moved addresses. Launches need a GPU (`tests/gpu/test_model_parity.py`)."""
 
 import ctypes
 from collections.abc import Callable

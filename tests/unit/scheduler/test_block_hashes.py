@@ -1,6 +1,5 @@
 """Names of KV blocks: what they tell apart, and that taking them over from an ended request changes nothing."""
 
-
 import numpy as np
 
 from engine.scheduler.blocks import BlockHasher, BlockPool

@@ -130,8 +130,8 @@ def launch_float8() -> None:
     activations.rounded(Normed(bf16(2, 4096), None, bf16(4096), 1e-6))
     text.swiglu_quantized(bf16(2, 24_576))
     text.quantized(bf16(2, 4096))
-    for num_tokens in (1, 100, 1000):
-        x, weight = GroupScaled.empty(num_tokens, 4096, torch.device("cpu")), BlockScaled.empty(256, 4096, torch.device("cpu"))
+    for num_tokens, rows in ((1, 128), (1, 256), (100, 256), (1000, 256)):
+        x, weight = GroupScaled.empty(num_tokens, 4096, torch.device("cpu")), BlockScaled.empty(rows, 4096, torch.device("cpu"))
         float8.multiply(x, weight)
         if num_tokens <= float8.MOST_TOKENS:
             float8.multiply_in_parts(x, weight, torch.empty)
@@ -141,7 +141,6 @@ def launch_experts(capability: int, is_float8: bool) -> None:
     from models.kernels.ops import Experts
     from models.kernels.triton import moe, routing
     from models.kernels.triton.products import triton_products
-    from models.kernels.triton.tuned import EXPERT_TILES
 
     def matrix(rows: int, columns: int) -> Matrix:
         format = "float8" if is_float8 else "plain"
@@ -151,8 +150,7 @@ def launch_experts(capability: int, is_float8: bool) -> None:
         patch.setattr(moe, "capability_of", lambda _: (capability // 10, capability % 10))
         experts = Experts(bf16(128, 512), matrix(128 * 2 * 768, 512), matrix(128 * 512, 768), 0, 128, 128, 8)
         gate_up, down = triton_products(experts.gate_up), triton_products(experts.down)
-        for tiles in EXPERT_TILES[SHARED_BYTES[capability] < 100 << 10, is_float8]:
-            num_tokens = min(tiles.num_tokens, 1000)
+        for num_tokens in (8, 100, 300, 1000, 2000):  # few choices, then each of the tiles
             real = torch.ones(num_tokens, dtype=torch.bool) if num_tokens == 1000 else None
             gate_up.sparse_swiglu(bf16(num_tokens, 512), bf16(num_tokens, 128), experts, real, bf16)
         routing.route(bf16(1, 136), replace(experts, has_shared=True), None)
