@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 MAX_STEP_S = {"cuda": 30.0, "cpu": 600.0}  # that a step may take before it is no progress
+SPIN_S = {"cuda": 0.02, "cpu": 0.0}  # longer than a verification
 
 
 class Scheduler:
@@ -58,6 +59,7 @@ class Scheduler:
         self._api: Outbox[OrderDone] = Outbox(child.run_dir, UPDATES_INBOX)
         self._workers: list[Outbox[StepPlan]] = [Outbox(child.run_dir, f"worker-{rank}") for rank in range(child.config.tp)]
         self._encoder = msgspec.msgpack.Encoder()
+        self._spin_s = SPIN_S[child.runtime.device]
         self._max_step_s = min(MAX_STEP_S[child.runtime.device], child.config.wedge_timeout or math.inf)
         self._last_heartbeat = 0.0
 
@@ -101,7 +103,8 @@ class Scheduler:
         return SchedulerCore(state, config.tp, longest, ends, proposer)
 
     def _receive(self, core: SchedulerCore, control: UpdateControl) -> None:
-        message = self._inbox.recv_ready() or self._inbox.recv(timeout=HEARTBEAT_S)
+        spin = self._spin_s if 0 < core.num_in_flight < core.depth else 0.0  # then a result is awaited for the next plan
+        message = self._inbox.recv_ready() or self._inbox.recv(timeout=HEARTBEAT_S, spin=spin)
         while message is not None:
             match message:
                 case EngineRequest():

@@ -4,6 +4,7 @@ Each receiver binds one inbox; senders connect; queues are unbounded because adm
 """
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -50,8 +51,13 @@ class Inbox(Generic[T]):
         self._socket.bind(address(run_dir, name))
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
 
-    def recv(self, timeout: float | None = None) -> T | None:
-        """Return the next message; None if none arrives within `timeout` seconds."""
+    def recv(self, timeout: float | None = None, spin: float = 0.0) -> T | None:
+        """Return the next message; None if none arrives within `timeout` seconds. For the first `spin` seconds this thread does not sleep:
+        waking it takes about as long as the transport."""
+        end = time.monotonic() + spin
+        while spin and time.monotonic() < end:
+            if (message := self.recv_ready()) is not None:
+                return message
         if timeout is not None and not self._socket.poll(max(0, int(timeout * 1000))):
             return None
         return self._decoder.decode(self._socket.recv())

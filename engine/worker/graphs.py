@@ -92,13 +92,14 @@ class StepGraphs:
         key = round_up(self.sizes, len(step.gather)), len(step.adapters) > 0
         graph, padded = self._graphs[key], self._pad(step, *key)
         self._staging.begin()
-        for array in self._fixed_arrays(padded, graph.attention):
-            self._staging.put(array)
-        self._staging.put(padded.attention.pages.numpy())
-        samples, known = step.samples.stage(self._staging), self._staging.put(step.known)
+        for array in (*self._fixed_arrays(padded, graph.attention), padded.attention.pages.numpy()):
+            self._staging.write(array)
+        known = self._staging.put(step.known)
         self._staging.copy()
         self._rows.remember(known)
         graph.replay()
+        samples = step.samples.stage(self._staging)  # while the graph runs
+        self._staging.copy()
         wanted = slice(0, len(step.gather))
         return graph.logits_DV[wanted], self._hidden[wanted], samples
 

@@ -42,7 +42,8 @@ class HeadGraphs:
         self._model, self._predictor, self._of, self._rows, self._hidden_TX = model, model.predictor, graphs, rows, rows.hidden_TX
         self._sizes = [size for size in graphs.sizes if 1 < size <= HEAD_GRAPH_TOKENS]
         most = self._sizes[-1] if self._sizes else 0
-        self._tokens = torch.zeros(most, dtype=torch.int64, device=model.device)  # inputs of a pass, then its drafts
+        self._tokens = torch.zeros(most, dtype=torch.int64, device=model.device)  # inputs of a pass
+        self._drafts = torch.zeros((most, MAX_HEAD_DRAFTS), dtype=torch.int64, device=model.device)  # of all passes
         self._hidden = torch.zeros((most, model.config.text.hidden_size), dtype=model.dtype, device=model.device)
         self._is_last = torch.zeros(most, dtype=torch.bool, device=model.device)
         self._graphs: dict[tuple[int, int], PassGraph] = {}  # by tokens and number of the pass
@@ -60,23 +61,21 @@ class HeadGraphs:
             inputs, pages = self._stage(size, attentions, [empty])
             for i, ((positions_3T, slots_T, *plan), attention) in enumerate(zip(inputs, attentions, strict=True)):
                 attention.read_from(plan, pages)
-                replay, _ = self._of.record(partial(self._forward, i > 0, positions_3T, slots_T, attention))
+                replay, _ = self._of.record(partial(self._forward, i, positions_3T, slots_T, attention))
                 self._graphs[size, i] = PassGraph(replay, attention)
 
     def takes(self, step: HostStep) -> bool:
         return bool(self._sizes) and len(step.gather) == len(step.logits_indices) == step.positions.shape[1] <= self._sizes[-1]
 
     def run(self, passes: Sequence[Inputs], tokens_S: torch.Tensor, is_last_S: torch.Tensor) -> torch.Tensor:
-        """See `Head.run`."""
+        """See `Head.run`. The result is valid until the next run."""
         size, count = round_up(self._sizes, len(tokens_S)), len(tokens_S)
         graphs = [self._graphs[size, i] for i in range(MAX_HEAD_DRAFTS)]
         self._stage(size, [graph.attention for graph in graphs], passes)
         self._tokens[:count], self._is_last[:count] = tokens_S, is_last_S
-        drafts_SG = tokens_S.new_empty((count, len(passes)))
-        for i in range(len(passes)):
-            graphs[i].replay()
-            drafts_SG[:, i] = self._tokens[:count]
-        return drafts_SG
+        for graph in graphs[: len(passes)]:
+            graph.replay()
+        return self._drafts[:count, : len(passes)]
 
     def _stage(
         self, size: int, attentions: Sequence[PagedAttention], passes: Sequence[Inputs]
@@ -88,7 +87,7 @@ class HeadGraphs:
         self._staging.begin()
         arrays = [self._fixed_arrays(size, *each) for each in zip(attentions, whole, strict=True)]
         inputs, pages = [[self._staging.put(array) for array in each] for each in arrays], self._staging.rest(torch.int32)
-        self._staging.put(pad_layout(last, size, self._rows).pages.numpy())
+        self._staging.write(pad_layout(last, size, self._rows).pages.numpy())
         self._staging.copy()
         return inputs, pages
 
@@ -99,15 +98,15 @@ class HeadGraphs:
         positions_3T[:, :count], slots_T[:count] = positions, layout.slot_mapping_T.numpy()
         return [positions_3T, slots_T, *attention.plan_arrays(pad_layout(layout, size, self._rows))]
 
-    def _forward(self, is_later: bool, positions_3T: torch.Tensor, slots_T: torch.Tensor, attention: PagedAttention) -> torch.Tensor:
-        size, hidden_TX = len(slots_T), self._hidden if is_later else self._hidden_TX
-        if is_later:
+    def _forward(self, i: int, positions_3T: torch.Tensor, slots_T: torch.Tensor, attention: PagedAttention) -> torch.Tensor:
+        size, hidden_TX = len(slots_T), self._hidden if i else self._hidden_TX
+        if i:
             slots_T = torch.where(self._is_last[:size], slots_T, self._rows.scratch_slot)
         embedded_TD, tokens = self._predictor.embed(self._tokens[:size]), HeadTokens(positions_3T, slots_T)
         hidden_TD = self._predictor.predict(embedded_TD, hidden_TX[:size], tokens, attention, slots_T)
         self._tokens[:size] = self._model.tp.broadcast_(self._predictor.top_tokens(hidden_TD))
-        self._hidden[:size] = hidden_TD
-        return self._tokens
+        self._drafts[:size, i], self._hidden[:size] = self._tokens[:size], hidden_TD
+        return self._drafts
 
 
 class DraftHead:

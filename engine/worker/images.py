@@ -97,6 +97,8 @@ class ImageCache:
     def encode(self, encodes: Sequence[Encode]) -> Encoded:
         """Add a step's images to the cache, for the current stream. An undecodable image becomes zeros, and its rank reports it. While the
         device encodes a group, the host and the decoder read the next."""
+        if not encodes:
+            return Encoded()
         shares = self._share_out(encodes)
         share = [encodes[image] for image in shares.alone[self.tp.rank]]
         encoded = Encoded()
@@ -108,7 +110,7 @@ class ImageCache:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
         if self.tp.size == 1:
             self.tensors.update((encode.image_id, tensor) for encode, tensor in zip(share, own, strict=True))
-        elif encodes:
+        else:
             self._gather(encodes, shares, own)
         return encoded
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from engine.wire.child import Child, StopFlag, settle_heap
+from engine.wire.child import Child, StopFlag, settle_heap, sleep_precisely
 from engine.wire.config import num_cpus
 from engine.wire.ipc import Inbox, Outbox
 from engine.wire.memory import read_model
@@ -25,7 +25,7 @@ from engine.worker.runner import LaunchedStep, Runner
 logger = logging.getLogger(__name__)
 
 PAUSE_S, IDLE_POLL_S = 0.02, 1.0  # time without a plan before spare time is used, and before a retry if there was no work
-SPIN_S = 20e-6
+SLEEP_S, SPIN_S = 20e-6, 1e-3  # between looks at a step in flight; until the next plan
 
 
 def run(
@@ -39,7 +39,7 @@ def run(
     pending: deque[LaunchedStep] = deque()
     timeout_s = IDLE_POLL_S
     while not stopping.is_set():
-        plan = plans.recv_ready() if pending else plans.recv(timeout=timeout_s)
+        plan = plans.recv_ready() if pending else plans.recv(timeout_s, spin=SPIN_S if timeout_s == PAUSE_S else 0.0)
         if plan is not None:
             timeout_s = PAUSE_S
         if isinstance(plan, StepPlan):
@@ -50,7 +50,7 @@ def run(
             results.send(pending.popleft().result())
         elif plan is None and not runner.use_spare_time(is_busy=bool(pending)):
             if pending:
-                time.sleep(SPIN_S)
+                time.sleep(SLEEP_S)
             elif timeout_s < IDLE_POLL_S:
                 timeout_s = IDLE_POLL_S
             else:
@@ -84,6 +84,7 @@ def main() -> None:
         child.failed(explain(problem))
         os._exit(1)  # a compiler may still be running
     settle_heap()
+    sleep_precisely()
     results.send(ready)
     try:
         run(runner, handlers, plans, results, stopping)

@@ -153,11 +153,9 @@ class Rows:
         known = [(admit.row, self.sequences[admit.row].known_ids[-1]) for admit in admits]
         gather = rows[num_prefills:]
         if has_proposed:
-            offsets = np.concatenate([np.arange(chunk.length) for chunk in decodes])
-            gather = np.repeat(gather, lengths[num_prefills:])
-            gather = np.where(offsets, self._indices(gather, offsets - 1), gather)
-            tokens = (token for chunk in decodes for token in chunk.proposed)
-            known += [pair for pair in zip(gather[offsets > 0].tolist(), tokens, strict=True) if pair[1] != ON_DEVICE]
+            gather = np.asarray([self._place(chunk.row, i) for chunk in decodes for i in range(chunk.length)])
+            proposed = [(self._place(chunk.row, 1 + i), token) for chunk in decodes for i, token in enumerate(chunk.proposed)]
+            known += [pair for pair in proposed if pair[1] != ON_DEVICE]
         return HostStep(
             ids=ids,
             gather=gather,
@@ -250,8 +248,9 @@ class Rows:
             self.sequences[row].proposed = memoryview(found[row])
         self.proposing = Stopwatch(self.last_tokens.is_cuda)
 
-    def _indices(self, rows: Int64s, offsets: Int64s) -> Int64s:
-        return self.scratch_row + 1 + MAX_PROPOSED * rows + offsets
+    def _place(self, row: int, i: int) -> int:
+        """Return the index in the table of the row's last token, or of its i-th proposed one, from 1."""
+        return self.scratch_row + MAX_PROPOSED * row + i if i else row
 
     def _adapters_of(self, rows: Int64s, chunks: Sequence[Chunk]) -> Int32s:
         slots = self._adapters[rows]
@@ -263,19 +262,16 @@ class Rows:
         self._num_blocks[row] += len(blocks)
 
     def _sampled(self, chunks: Sequence[Chunk], has_proposed: bool) -> tuple[Int64s, HostSamples]:
-        ends = np.cumsum([chunk.length for chunk in chunks], dtype=np.int64)
-        sampled = np.asarray([chunk.sample for chunk in chunks], dtype=bool)
-        ends_of_rows = [(chunk.row, chunk.start + chunk.length) for chunk in chunks if chunk.sample]
-        rows, positions = np.asarray(ends_of_rows, dtype=np.int64).reshape(-1, 2).T
-        last = ends[sampled] - 1
-        if not has_proposed:
-            return last, self._samples.samples(rows, positions)
-        counts = np.asarray([chunk.num_samples for chunk in chunks], dtype=np.int64)[sampled]
-        before_end = np.repeat(counts.cumsum(), counts) - np.arange(counts.sum()) - 1
-        rows, positions, last = (np.repeat(values, counts) for values in (rows, positions, last))
-        next_S = np.where(before_end, self._indices(rows, np.repeat(counts, counts) - before_end - 1), NONE)
-        proposed = HostProposed(tuple(self._proposed_in(chunk) for chunk in chunks if chunk.sample), next_S)
-        return last - before_end, self._samples.samples(rows, positions - before_end, proposed)
+        found: list[tuple[int, ...]] = []
+        end = 0
+        for chunk in chunks:
+            end += chunk.length
+            for left in reversed(range(chunk.num_samples)):  # samples of the row after this one
+                place = self._place(chunk.row, chunk.num_samples - left) if left else NONE
+                found.append((end - 1 - left, chunk.row, chunk.start + chunk.length - left, place))
+        indices, rows, positions, next_S = np.ascontiguousarray(np.asarray(found, dtype=np.int64).reshape(-1, 4).T)
+        proposed = HostProposed(tuple(self._proposed_in(chunk) for chunk in chunks if chunk.sample), next_S) if has_proposed else None
+        return indices, self._samples.samples(rows, positions, proposed)
 
     def _proposed_in(self, chunk: Chunk) -> Sequence[int]:
         if ON_DEVICE not in chunk.proposed:
@@ -297,11 +293,9 @@ class Rows:
             if end > num_prompt:  # recomputed output after a preemption
                 later = np.arange(max(chunk.start, num_prompt), end) + row.delta
                 positions.append(np.broadcast_to(later, (3, len(later))))
-        last = np.asarray([chunk.start + self.sequences[chunk.row].delta for chunk in decodes], dtype=np.int64)
-        counts = [chunk.length for chunk in decodes]
-        if sum(counts) > len(decodes):
-            last = np.repeat(last - np.cumsum(counts) + counts, counts) + np.arange(sum(counts))
-        positions.append(np.broadcast_to(last, (3, len(last))))
+        firsts = [(chunk.start + self.sequences[chunk.row].delta, chunk.length) for chunk in decodes]
+        later = np.asarray([first + i for first, length in firsts for i in range(length)], dtype=np.int64)
+        positions.append(np.broadcast_to(later, (3, len(later))))
         return np.concatenate(ids).astype(np.int64), np.concatenate(positions, axis=1)
 
     def layout(self, rows: Int64s, starts: Int64s, lengths: Int64s, num_prefill_rows: int) -> AttentionLayout:

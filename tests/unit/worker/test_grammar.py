@@ -202,7 +202,7 @@ def test_a_step_without_grammars_waits_for_nothing(model: Qwen3VL, compiled: dic
 def test_a_worker_without_work_for_a_second_loads_the_library() -> None:
     messages, waits, loads, stopping = ["x", None, None], list[float](), list[int](), StopFlag()
 
-    def recv(timeout: float) -> str | None:
+    def recv(timeout: float, spin: float) -> str | None:
         waits.append(timeout)
         if len(waits) == len(messages):
             stopping.set()

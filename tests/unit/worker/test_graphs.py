@@ -153,7 +153,7 @@ def test_little_is_launched_beside_a_graph(model: Qwen3VL, monkeypatch: pytest.M
     engine.add(1, [[6] * 3, make_picture(0, 64, 64), [7]])
     while (names := step())[-2:] != sample or "replay" not in names:
         assert "replay" not in names
-    assert names == step() == ["copy", "replay", *sample]
+    assert names == step() == ["copy", "replay", "copy", *sample]
     engine.propose = lambda request: (7, 8) if request.rid else ()
     verify = ["ne", "cumsum", "sub", "index", "eq", "__and__", "where"]
-    assert step() == ["copy", "index_put_", "replay", "index", "argmax", *verify, "index_copy_", "where"]
+    assert step() == ["copy", "index_put_", "replay", "copy", "index", "argmax", *verify, "index_copy_", "where"]
