@@ -28,7 +28,7 @@ from models.kernels.choose import BackendName, DeviceName
 
 logger = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG, PR_SET_TIMERSLACK = 1, 29
+PR_SET_PDEATHSIG = 1
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
 SWITCH_INTERVAL_S = 0.0005  # the main thread gets the interpreter lock back sooner than by default
 FAILED = ".failed"
@@ -150,11 +150,6 @@ def map_large_blocks() -> None:
     """Make malloc return freed blocks of 256 KiB or more, whose heap would become fragmented. For processes with few of them: each costs
     page faults."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
-
-
-def sleep_precisely() -> None:
-    """Let sleeps of this thread end after the time asked for, not up to 50 us later."""
-    ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
 
 
 def die_with_parent(sig: signal.Signals) -> None:

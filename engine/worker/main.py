@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from engine.wire.child import Child, StopFlag, settle_heap, sleep_precisely
+from engine.wire.child import Child, StopFlag, settle_heap
 from engine.wire.config import num_cpus
 from engine.wire.ipc import Inbox, Outbox
 from engine.wire.memory import read_model
@@ -50,11 +50,20 @@ def run(
             results.send(pending.popleft().result())
         elif plan is None and not runner.use_spare_time(is_busy=bool(pending)):
             if pending:
-                time.sleep(SLEEP_S)
+                wait(pending[0])
             elif timeout_s < IDLE_POLL_S:
                 timeout_s = IDLE_POLL_S
             else:
                 runner.sampler.rules.load_early()
+
+
+def wait(step: LaunchedStep) -> None:
+    """Let other threads run before the next look at a step in flight. A verification's result decides the next plan, which a processor
+    that has slept prepares and launches more slowly."""
+    if step.samples.proposed is None:
+        time.sleep(SLEEP_S)
+    else:
+        os.sched_yield()
 
 
 def take_device(child: Child, rank: int) -> torch.device:
@@ -84,7 +93,6 @@ def main() -> None:
         child.failed(explain(problem))
         os._exit(1)  # a compiler may still be running
     settle_heap()
-    sleep_precisely()
     results.send(ready)
     try:
         run(runner, handlers, plans, results, stopping)
