@@ -4,13 +4,13 @@
     python -m bench tables --add h200/8B 1a2b3c4 out/*.json  # first store new runs, measured at that commit
 
 `bench/results/GPU/MODEL.json` holds the current runs of one model on one kind of machine: name of the run -> its results (a
-list where several clients ran concurrently or a run was repeated). The names and their commands are in docs/benchmarks.md.
+list if there were several). The names and their commands are in docs/benchmarks.md.
 """
 
 import json
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,9 @@ def runs(name: str, run: str) -> list[Run]:
     return found if isinstance(found, list) else [found]
 
 
-def served() -> list[str]:
-    """Return the files with a single stream, which are rows of the table of sizes, by machine, generation and size."""
-    names = [f"{gpu}/{path.stem}" for gpu in GPUS for path in (RESULTS / gpu).glob("*.json")]
+def served(gpus: Iterable[str] = GPUS) -> list[str]:
+    """Return the files with a single stream, rows of a table of sizes, by machine, generation and size."""
+    names = [f"{gpu}/{path.stem}" for gpu in gpus for path in (RESULTS / gpu).glob("*.json")]
 
     def order(name: str) -> tuple[object, ...]:
         gpu, _, model = name.partition("/")
@@ -64,12 +64,12 @@ def served() -> list[str]:
 
 
 def figure(value: float | None) -> str:
-    """Format with at least three digits: 1.15, 18.5, 248, 1,334."""
+    """Format with three digits: 1.15, 18.5, 248, 1,334."""
     return "-" if value is None else f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def value_of(found: Sequence[Run], name: str) -> float:
-    """Return a rate, summed over concurrent clients, or the median of their medians in milliseconds."""
+    """Return a rate, summed over clients, or the median of their medians in ms."""
     results = [one["result"][name] for one in found]
     return float(sum(results)) if "_per_" in name else statistics.median(float(result["p50"]) for result in results)
 
@@ -105,7 +105,7 @@ def mixtures() -> str:
 
 
 def cells_of_probe(name: str, found: Mapping[str, Sequence[Run]]) -> dict[int, tuple[str, str]]:
-    """Return milliseconds to first token and bound by the number of 720p images. A star marks noise, whose files are twice as large."""
+    """Return ms to first token and bound by the number of 720p images. A star marks noise: its files are twice as large."""
     model, cells = model_of(name), {}
     points = [(point, run["content"]) for probe in PROBES for run in found.get(probe, ()) for point in run["points"]]
     times = {point["images"]: (float(point["ttft_sent_ms"]), kind) for point, kind in reversed(points) if point["resolution"] == "720p"}
@@ -150,17 +150,18 @@ def size_row(name: str) -> list[str]:
     return [model, GPUS[folder], *cells, origin]
 
 
-def sizes() -> str:
+def sizes(gpus: Iterable[str]) -> str:
     header = ["model", "GPUs", "720p x 1, ms", "x 8", "x 32", "one stream, ms per token"]
     rates = ["32 x image, requests/s", "16 x four images, requests/s", "64 x text, tokens/s"]
-    return table([*header, *rates, "commit"], [size_row(name) for name in served()])
+    return table([*header, *rates, "commit"], [size_row(name) for name in served(gpus)])
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "summary": partial(against, "8B"),
     "loads": partial(against, "8B", sorted(LOADS, key=lambda load: ("image", "images4", "text", "one").index(load[1]))),
     "mixtures": mixtures,
-    "sizes": sizes,
+    "sizes": partial(sizes, ("h200", "h200-x2")),
+    "older": partial(sizes, ("h200-x4", "h100")),
 }
 
 
