@@ -93,7 +93,7 @@ def against(model: str, loads: Sequence[tuple[str, str, str]] = LOADS[:NUM_BOUND
 
 
 def mixtures() -> str:
-    """Return the tables of mixtures with all references and their conditions."""
+    """Return the tables of mixtures, all references, their conditions."""
     tables = []
     for model in ("30B-A3B", "3.5-35B-A3B"):
         found = content("references")["models"][model]
@@ -118,7 +118,7 @@ def cells_of_probe(name: str, found: Mapping[str, Sequence[Run]]) -> dict[int, t
 
 
 def cell_of_load(name: str, found: Mapping[str, Sequence[Run]], run: str, field: str) -> tuple[str, str]:
-    """Return a figure and its bound, empty if the figure has none."""
+    """Return a figure and its bound, or ""."""
     value = value_of(found[run], field) if found.get(run) else None
     if (run, field) not in [load[1:] for load in LOADS[:NUM_BOUNDED]]:
         return figure(value), ""
@@ -134,7 +134,7 @@ def model_of(name: str) -> Model:
 
 
 def of_one_commit(name: str) -> tuple[str, dict[str, list[Run]]]:
-    """Return commit and date of a row's single stream, and the runs measured at that commit."""
+    """Return commit and date of a row's single stream, and the runs at that commit."""
     alone = runs(name, "one")[0]
     cells = (*PROBES, "one", "text", "image", "images4")
     found = {run: [one for one in runs(name, run) if one["commit"] == alone["commit"]] for run in cells}
@@ -171,7 +171,7 @@ def rendered(page: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str
 
 
 def add(name: str, commit: str, files: Sequence[Path]) -> None:
-    """Store each file as the run of its stem; `images-1.json`, `images-2.json` are one run's clients."""
+    """Store each file as the run of its stem; `images-1`, `images-2` are one run's clients."""
     new: dict[str, list[Run]] = {}
     for file in sorted(files):
         new.setdefault(re.sub(r"-\d+$", "", file.stem), []).append({"commit": commit, **json.loads(file.read_text(encoding="utf-8"))})
