@@ -21,7 +21,7 @@ from engine.wire.step_sizes import StepSizes
 from engine.worker.rows import HostStep, Rows
 from engine.worker.sampling.samples import BYTES_PER_SAMPLE, Int64s, Samples
 from engine.worker.staging import Staging, staged_bytes
-from models.cache.layout import AttentionLayout, offsets_of
+from models.cache.layout import AttentionLayout
 from models.decoders.batch import ForwardBatch
 from models.decoders.contract import LanguageModel
 from models.kernels.paged import MakeFixed, PagedAttention
@@ -153,14 +153,16 @@ class StepGraphs:
 def pad_layout(layout: AttentionLayout, size: int, of: Rows) -> AttentionLayout:
     """Pad the layout of decode rows to `size` rows and tokens: rows of one token, then empty rows."""
     starts, page_starts = layout.qo_indptr_cpu.numpy(), layout.page_indptr_cpu.numpy()
-    padding = np.zeros(size - (len(starts) - 1), dtype=np.int32)
-    padding[: size - starts[-1]] = 1
-    scratch = np.full(padding.sum(), of.scratch_block, dtype=np.int32)
+    num_rows, num_tokens = size + 1 - len(starts), size - int(starts[-1])
+    ends = np.arange(1, num_rows + 1, dtype=np.int32).clip(max=num_tokens)
+    scratch = np.full(num_tokens, of.scratch_block, dtype=np.int32)
+    before = layout.kv_lens_cpu.numpy(), layout.pages.numpy()
+    kv_lens, pages = (np.concatenate(pair) for pair in zip(before, (np.arange(num_rows) < num_tokens, scratch), strict=True))
     return AttentionLayout(
-        qo_indptr_cpu=offsets_of(np.concatenate((np.diff(starts), padding))),
-        kv_lens_cpu=torch.from_numpy(np.concatenate((layout.kv_lens_cpu.numpy(), padding))),
-        page_indptr_cpu=offsets_of(np.concatenate((np.diff(page_starts), padding))),
-        pages=torch.from_numpy(np.concatenate((layout.pages.numpy(), scratch))),
+        qo_indptr_cpu=torch.from_numpy(np.concatenate((starts, starts[-1] + ends))),
+        kv_lens_cpu=torch.from_numpy(kv_lens),
+        page_indptr_cpu=torch.from_numpy(np.concatenate((page_starts, page_starts[-1] + ends))),
+        pages=torch.from_numpy(pages),
         slot_mapping_T=layout.slot_mapping_T,
         num_prefill_rows=0,
     )
