@@ -1,4 +1,4 @@
-"""Steps through graphs give the tokens of steps without: padding, shapes and copies, with a stand-in for CUDA's capture."""
+"""Steps through graphs give the tokens of steps without: padding, shapes, copies, with a stand-in for CUDA's capture."""
 
 from collections.abc import Callable
 from pathlib import Path
