@@ -33,7 +33,7 @@ from bench.processes import engine_flags, running_engine
 from bench.report import table, write_result
 
 LIMIT = 2.0  # percent
-SEEDS_PER_ROUND = 1_000_000  # larger than the range of seeds that a benchmark uses
+SEEDS_PER_ROUND = 1_000_000  # more than a benchmark uses
 MODELS = ("Qwen3-VL-8B", "Qwen3-VL-8B-FP8", "Qwen3-VL-30B-A3B-FP8")
 KERNEL_CACHE = Path("~/.cache/mini-vlm-engine/compare")  # kernel caches of old versions; the new one uses the default ones
 RUNS = {

@@ -29,7 +29,7 @@ def make_bodies(args: argparse.Namespace, model: str, count: int, seed: int, wor
     uris = iter(make_uris(seed, count * args.images, args.resolution, args.content))
     bodies = []
     for i in range(count):
-        message = user_message([next(uris) for _ in range(args.images)], text_of(args.input_tokens, seed + i, words))
+        message = user_message([next(uris) for _ in range(args.images)], text_of(args.input_tokens, seed * 100_003 + i, words))
         body = chat_body(models[i % len(models)], [message], args.output_tokens, temperature=1) | args.fields
         bodies.append({name: value for name, value in body.items() if value is not None})
     return bodies
