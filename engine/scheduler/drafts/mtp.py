@@ -8,7 +8,7 @@ from engine.scheduler.state import State
 from engine.wire.config import MAX_HEAD_DRAFTS
 from engine.wire.messages import ON_DEVICE
 
-RETRY_STEPS = 24  # steps without a draft before the next: its passes and its verification take about half a step of 8B
+RETRY_STEPS = 24  # steps without a draft before the next, which costs about half a step
 
 
 class HeadDrafter(Proposer):
