@@ -64,7 +64,7 @@ def served(gpus: Iterable[str] = GPUS) -> list[str]:
 
 
 def figure(value: float | None) -> str:
-    """Format with three digits: 1.15, 18.5, 248, 1,334."""
+    """Format with at least three digits: 1.15, 18.5, 248, 1,334."""
     return "-" if value is None else f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
