@@ -1,7 +1,7 @@
 """Codex CLI and Claude Code against the demo model: they start, get an answer, and run what the model is made to call.
 
-Agents send tens of thousands of tokens of instructions, so the demo model sees only what a user typed (`last_words.jinja`). Nothing in
-their protocols makes a model call a tool; `Insisting` does, between them and the server.
+The demo model sees only what a user typed (`last_words.jinja`), not the agents' long instructions. `Insisting`, between them and the
+server, makes it call a tool.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Answers of the demo model over HTTP, in float32 on a CPU, are those of transformers.
 
-`reference_answers.json` holds the answers of transformers' `generate` to two hundred questions. The engine must return the same ones, wrong
-answers included, however it cuts steps, shares them between ranks, batches or caches.
+`reference_answers.json` has those of `generate` to two hundred questions, wrong ones included, which must not depend on how steps are cut,
+shared between ranks, batched or cached.
 """
 
 import asyncio

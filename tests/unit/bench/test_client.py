@@ -2,13 +2,15 @@
 
 import asyncio
 import contextlib
+from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from bench.breakdown import breakdown, part_columns, ttft_figures
-from bench.client import PIECE_BYTES, Answer, ChatClient, chat_body, user_message
+from bench.client import PIECE_BYTES, SHORT_WORDS, Answer, ChatClient, chat_body, user_message
+from bench.load import make_bodies
 
 MIB = 1 << 20
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -113,3 +115,8 @@ def test_the_parts_are_those_of_the_answer_in_the_middle() -> None:
     figures = ttft_figures(answers)
     assert figures["ttft_ms"] == 20.0 and figures["parts_ms"] == {"client_ms": 2.0, "transfer_ms": 2.0, "rest_ms": 16.0}
     assert part_columns([figures, {"error": "503"}]) == (["client", "transfer", "rest"], [["2.0", "2.0", "16.0"], ["", "", ""]])
+
+
+def test_loads_of_other_seeds_share_no_text() -> None:
+    args = Namespace(images=0, resolution="720p", content="smooth", input_tokens=9, output_tokens=1, fields={})
+    assert len({str(body["messages"]) for seed in range(3) for body in make_bodies(args, "", 20, seed, SHORT_WORDS)}) == 60

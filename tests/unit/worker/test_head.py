@@ -203,7 +203,7 @@ def test_drafts_are_those_of_the_formula(both: Both, limits: dict[str, Any], cho
 
 
 class LateCopies:
-    """Stands in for a device that is slow: a copy to the host is done when an event after it was waited for, and until then it is 1s."""
+    """Stands in for a slow device: a copy to the host is done when an event after it was waited for; until then it is 1s."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -228,8 +228,7 @@ class LateCopies:
 
 @pytest.mark.parametrize("limits", [FEW_BLOCKS, *(pytest.param(one, marks=NIGHTLY) for one in ({}, GRAPHS))])
 def test_drafts_that_only_the_device_knows_change_nothing(both: Both, monkeypatch: pytest.MonkeyPatch, limits: dict[str, Any]) -> None:
-    """Red if a step, its masks or its result take a draft for another one: of another row, of its row's last request, of a later step; or
-    read it before it has reached the host, which only masks wait for."""
+    """Red if a draft is taken for that of another row, request or step, or read before it is on the host, which only masks wait for."""
     regex, free, plain = compiled_regex(), Engine(both.ours), Engine(both.ours, max_num_seqs=17)
     free.add(0, [text(20, 0)], max_tokens=40, seed=5, temperature=1.0)
     ask_everything(plain, regex, free.run()[0])
