@@ -64,8 +64,8 @@ MEASURED: list[tuple[float, str, int, Literal["auto", "fp8"], int, float, float]
 
 
 def test_the_plan_is_what_workers_measured() -> None:
-    """Red if a sum is off by more than 6 percent. The figures are of the workers' logs: weights and runtime; activations, graphs,
-    tower. Those of graphs are of 8B and 30B-A3B, and computed for the others since only decode steps have graphs."""
+    """Red if a sum is off by more than 6 percent. Figures of workers' logs: weights and runtime; activations, graphs, tower.
+    Those of graphs were computed but for 8B and 30B-A3B."""
     for free, size, tp, quantization, max_num_seqs, held, others in MEASURED:
         config = EngineConfig(tp=tp, quantization=quantization, max_num_seqs=max_num_seqs)
         plan = make_plan(config, config_of(size), int(free * GIB))
