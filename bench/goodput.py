@@ -137,7 +137,7 @@ async def run(args: argparse.Namespace) -> list[Point]:
     async with served(args) as (client, model):
         for turns in conversations(WORKLOADS[args.workload], 4, args.seed + FAR_SEEDS // 2, client.words):
             await converse(args, client, model, turns)
-        seeds = iter(range(args.seed, 1 << 62, FAR_SEEDS))
+        seeds = iter(range(args.seed * 10**9, 1 << 62, FAR_SEEDS))
         return await search(lambda rate: measure_point(args, client, model, rate, next(seeds)), args.rate, args.precision)
 
 

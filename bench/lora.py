@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import uvloop
 
-from bench.compare import FIGURE, RUNS, SEEDS_PER_ROUND, figures, run_benchmark
+from bench.compare import FIGURE, RUNS, figures, run_benchmark
 from bench.flags import make_parser
 from bench.processes import engine_flags, running_engine
 from bench.report import table, write_result
@@ -53,7 +53,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[floa
         for number in range(args.rounds):
             for case, (engine, run, count) in CASES.items():
                 command = f"{RUNS[run]} --model {','.join(names[:count])}" if count else RUNS[run]
-                sample = figures(run, await run_benchmark(command, urls[engine], SEEDS_PER_ROUND * (number + 1)))
+                sample = figures(run, await run_benchmark(command, urls[engine], number + 1))
                 found[case].append(sample[FIGURE[run]])
                 print(case, sample, flush=True)
     return dict(found)

@@ -32,7 +32,7 @@ async def ask(client: ChatClient, model: str, args: argparse.Namespace, resoluti
 
 
 async def measure(client: ChatClient, model: str, args: argparse.Namespace, resolution: str, count: int) -> dict[str, Any]:
-    first = args.seed + 1_000 * count + 100_000 * (1 + list(RESOLUTIONS).index(resolution))
+    first = 10**7 * args.seed + 1_000 * count + 100_000 * (1 + list(RESOLUTIONS).index(resolution))
     answers = [await ask(client, model, args, resolution, count, first + i) for i in range(args.repeats)]
     point: dict[str, Any] = {"resolution": resolution, "images": count}
     if errors := [answer.error for answer in answers if answer.error]:
@@ -50,7 +50,7 @@ async def probe(args: argparse.Namespace) -> list[dict[str, Any]]:
     points = []
     async with served(args) as (client, model):
         for i in range(WARM_UPS):
-            await ask(client, model, args, "720p", 1, args.seed + 7_000_000 + i)
+            await ask(client, model, args, "720p", 1, 10**7 * args.seed + 7_000_000 + i)
         for resolution in args.resolutions.split(","):
             for count in sorted(int(count) for count in args.counts.split(",")):
                 point = await measure(client, model, args, resolution, count)

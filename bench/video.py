@@ -101,7 +101,7 @@ async def measure_fps(client: ChatClient, model: str, clips: list[bytes], fps: f
 
 async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     with ThreadPoolExecutor(4) as pool:
-        clips = list(pool.map(lambda i: make_clip(args.seed + i, args.clip), range(args.requests + 1)))
+        clips = list(pool.map(lambda i: make_clip(args.seed * 1000 + i, args.clip), range(args.requests + 1)))
     async with served(args) as (client, model):
         rates = [float(fps) for fps in args.fps.split(",")]
         for fps in rates:  # warm-up

@@ -1,6 +1,6 @@
 """Answers of the demo model over HTTP, in float32 on a CPU, are those of transformers.
 
-`reference_answers.json` has those of `generate` to two hundred questions, wrong ones included, whatever way steps are cut,
+`reference_answers.json` has those of `generate` to two hundred questions, wrong ones included, however steps are cut,
 shared between ranks, batched or cached.
 """
 

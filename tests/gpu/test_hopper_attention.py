@@ -51,8 +51,8 @@ MIXED = {(9, 55, 1, 1): [28_000, 55, 700, 1], (16, 48, 1, 1): [28_000, 900, 1, 2
 @pytest.mark.parametrize("heads", [(32, 8), (16, 8), (64, 8), (16, 1)])
 @pytest.mark.parametrize("has_chunks", [False, True])
 def test_few_tokens_in_a_graph(heads: tuple[int, int], has_chunks: bool) -> None:
-    """One graph for all steps of as many tokens, replayed twice each, against torch in float64; then without a graph, as in a mixed step.
-    Keys that no row owns are NaN. With chunks: 66 tokens, far into a prompt, with padding and empty rows, then decode rows."""
+    """One graph for all steps of as many tokens, replayed twice each, against torch in float64; then without, as in a mixed step.
+    Keys that no row owns are NaN. Chunks: 66 tokens, far into a prompt, padding and empty rows, then decode rows."""
     steps = [build(lengths, heads, 128, tokens=tokens) for tokens, lengths in MIXED.items()]
     steps = steps if has_chunks else [build(lengths, heads, 128) for lengths in ROWS]
     pool, q, num_heads = largest_pool(steps), steps[0].q.clone(), heads[0]

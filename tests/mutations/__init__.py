@@ -1,7 +1,7 @@
 """Faults that the tests must find: each entry breaks one line of production code.
 
 `python -m tests.mutations` puts each into a copy of the tree and reports whether the tests of its module find it. The gate checks that
-every text occurs exactly once in its file.
+every text occurs once in its file.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
-"""Container and cluster files: linted, what they name exists, and the scripts that orchestrators call do what they say.
+"""Container and cluster files: linted, what they name exists, and scripts that orchestrators call do what they say.
 
-No container runtime runs here. `deploy/install.sh` and `deploy/smoke.sh` are the images' steps as a workflow runs them.
+No container runtime runs here: `deploy/install.sh` and `deploy/smoke.sh` are the images' steps.
 """
 
 import importlib

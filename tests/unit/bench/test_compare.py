@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.compare import compared, figures, is_loss, rows_of
+from bench.compare import compared, figures, is_loss, rows_of, seed_of
 from bench.row import CELLS
 
 LOAD = {"result": {"errors": [], "requests_per_s": 2.5, "tpot_ms": {"p50": 1.75, "p90": 2.0}, "output_tokens_per_s": 640.0}}
@@ -29,3 +29,7 @@ def test_the_verdict_is_of_medians() -> None:
     samples = {"old": [{"tpot_ms": 2.0}] * 3, "new": [{"tpot_ms": value} for value in (2.01, 9.0, 2.0)]}
     assert not is_loss(samples) and compared(samples)["tpot_ms"] == (2.0, 2.01, pytest.approx(-0.4975, abs=1e-3))
     assert rows_of("8B", {"one": samples}) == [["8B", "one", "tpot_ms", "2", "2.01", "-0.5 %", ""]]
+
+
+def test_no_run_has_the_seed_of_another() -> None:
+    assert len({seed_of(run, number) for run in CELLS.values() for number in range(9)}) == 45

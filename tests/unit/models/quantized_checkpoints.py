@@ -1,6 +1,6 @@
 """Rewrites the decoder's matrices of a checkpoint as quantizers publish them, and returns the values that they mean.
 
-compressed-tensors packs its own formats; AutoAWQ's and AutoGPTQ's packing is written down here from their sources' description.
+compressed-tensors packs its own formats; AutoAWQ's and AutoGPTQ's packing follows their sources' description.
 """
 
 import json

@@ -1,7 +1,7 @@
 """FP8 checkpoints: our decoder against transformers' with the same weights, inputs of products rounded by a few lines of our own.
 
 transformers multiplies float8 on GPUs only. Scales are as in its `FP8Linear`: one for 128 x 128 weights, one for 128 inputs of a token.
-Ties may be rounded either way, by processor, and then later tokens differ a little: the first tokens are compared.
+Ties may be rounded either way, by processor; then later tokens differ a little: the first are compared.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Run tests of kernels in Triton's interpreter.
+"""Tests of kernels in Triton's interpreter.
 
-TRITON_INTERPRET must be set before Triton is imported. `test_interpreter.py` therefore runs the tests with the decorator `interpreted`
-in processes of their own: those marked `in_gate` in the gate, all in the suite `kernels`.
+TRITON_INTERPRET must be set before Triton is imported: `test_interpreter.py` runs tests with the decorator `interpreted` in other
+processes, those marked `in_gate` in the gate, all in the suite `kernels`.
 """
 
 import importlib.util
