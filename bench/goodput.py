@@ -7,8 +7,9 @@ For these, the first token takes at most 1 s, and the next ones 100 ms each. `ca
 (log-normal, median 4,100), at most 150 out, in 12 s; `interactive`: the same in 1.5 s. They have the shape of MLPerf Inference's VLM
 benchmark without its data: start the server with `--no-enable-prefix-caching`. Works with any OpenAI-compatible server.
 
-Each point sends new images and texts for `--duration` seconds. A request with an error, a 503 or no end after `--timeout` seconds misses
-its limits. The rate doubles or halves until one rate holds and another one does not, then the two approach each other.
+Each point sends new images and texts for `--duration` seconds, or until too many were late. A request with an error, a 503 or no end
+after `--timeout` seconds misses its limits. The rate changes by `--factor` until one rate holds and another one does not, then the two
+approach each other.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import asyncio
 import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -75,7 +77,7 @@ class Point(NamedTuple):
         return max(self.missed.values()) <= ALLOWED
 
 
-async def search(measure: Callable[[float], Awaitable[Point]], rate: float, precision: float) -> list[Point]:
+async def search(measure: Callable[[float], Awaitable[Point]], rate: float, precision: float, factor: float = 2.0) -> list[Point]:
     """Measure points until the highest rate that holds is within `precision` of one that does not. SystemExit if none holds."""
     points = list[Point]()
     while rate > LEAST_RATE:
@@ -84,22 +86,23 @@ async def search(measure: Callable[[float], Awaitable[Point]], rate: float, prec
         high = min((point.rate for point in points if not point.holds and point.rate > low), default=math.inf)
         if low and high <= low * (1 + precision):
             return points
-        rate = math.sqrt(low * high) if low and high < math.inf else 2 * low if low else high / 2
+        rate = math.sqrt(low * high) if low and high < math.inf else low * factor if low else high / factor
     raise SystemExit("the limits hold at no rate")
 
 
 def conversations(workload: Workload, count: int, seed: int, words: Sequence[str]) -> list[list[dict[str, Any]]]:
     """Return the user's messages of each conversation."""
-    rng = random.Random(seed)
 
     def message(salt: int) -> dict[str, Any]:
-        resolution, num_tokens = "720p", 256
+        rng, resolution, num_tokens = random.Random(str(salt)), "720p", 256
         if workload.is_varied:
             resolution = rng.choice(list(RESOLUTIONS))
             num_tokens = int(min(MOST_TOKENS, max(FEWEST_TOKENS, rng.lognormvariate(math.log(MEDIAN_TOKENS), 1.0))))
         return user_message(make_uris(salt, workload.images, resolution, "smooth"), text_of(num_tokens, salt, words))
 
-    return [[message(seed + i * workload.turns + turn) for turn in range(workload.turns)] for i in range(count)]
+    with ThreadPoolExecutor() as pool:
+        messages = list(pool.map(message, range(seed, seed + count * workload.turns)))
+    return [messages[first : first + workload.turns] for first in range(0, len(messages), workload.turns)]
 
 
 async def converse(args: argparse.Namespace, client: ChatClient, model: str, turns: list[dict[str, Any]]) -> list[Answer]:
@@ -127,8 +130,15 @@ async def measure_point(args: argparse.Namespace, client: ChatClient, model: str
         await asyncio.sleep(after)
         return await converse(args, client, model, turns)
 
-    answers = sum(await asyncio.gather(*map(talk, times, talks)), list[Answer]())
-    point = Point(rate, len(answers), misses(answers, workload.limits))
+    waiting, answers, missed = [asyncio.ensure_future(talk(*each)) for each in zip(times, talks, strict=True)], list[Answer](), {"": 0.0}
+    while waiting and max(missed.values()) * len(answers) <= ALLOWED * len(talks) * workload.turns:
+        done, pending = await asyncio.wait(waiting, timeout=1.0)
+        answers, waiting = sum((each.result() for each in done), answers), list(pending)
+        missed = misses(answers, workload.limits)
+    for each in waiting:
+        each.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    point = Point(rate, len(answers), missed)
     print(f"{rate:.3f} per second {'holds' if point.holds else 'does not hold'}: {len(answers)} requests, late {point.missed}", flush=True)
     return point
 
@@ -138,13 +148,14 @@ async def run(args: argparse.Namespace) -> list[Point]:
         for turns in conversations(WORKLOADS[args.workload], 4, args.seed + FAR_SEEDS // 2, client.words):
             await converse(args, client, model, turns)
         seeds = iter(range(args.seed * 10**9, 1 << 62, FAR_SEEDS))
-        return await search(lambda rate: measure_point(args, client, model, rate, next(seeds)), args.rate, args.precision)
+        return await search(lambda rate: measure_point(args, client, model, rate, next(seeds)), args.rate, args.precision, args.factor)
 
 
 def main() -> None:
     parser = make_parser("goodput", __doc__, *SERVER, "duration", duration=40.0)
     parser.add_argument("--workload", choices=WORKLOADS, required=True)
     parser.add_argument("--rate", type=float, default=4.0, help="first conversations per second; default: %(default)s")
+    parser.add_argument("--factor", type=float, default=2.0, help="largest factor between a rate and the next; default: %(default)s")
     parser.add_argument("--precision", type=float, default=0.05, help="largest distance of the last two rates; default: %(default)s")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds; default: %(default)s")
     args = parser.parse_args()
