@@ -61,10 +61,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[floa
 def rows_of(found: dict[str, list[float]]) -> list[list[Any]]:
     medians = {case: statistics.median(values) for case, values in found.items()}
     base = {run: medians[case] for case, (engine, run, _) in CASES.items() if engine == "base"}
-    return [
-        [case, FIGURE[run], f"{medians[case]:.4g}", f"{medians[case] / base[run]:.3f}"]
-        for case, (_, run, _) in CASES.items()
-    ]
+    return [[case, FIGURE[run], f"{medians[case]:.4g}", f"{medians[case] / base[run]:.3f}"] for case, (_, run, _) in CASES.items()]
 
 
 def main() -> None:

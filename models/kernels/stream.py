@@ -14,7 +14,7 @@ class RowClass(IntEnum):
 
     SINGLE = 1  # matrix-vector product
     HANDFUL = 16  # up to here our bfloat16 product is faster than cuBLAS's
-    FEW = 32  # up to here our float8 product is faster than cuBLAS's, up to 64 only that of 8B's gate and up
+    FEW = 64  # up to here our float8 product is faster than cuBLAS's
     SOME = 128  # up to here a float8 product added to the residual uses split-K
     SEVERAL = 304  # the same for bfloat16: with more tokens cuBLAS fills the device without split-K
     MANY = 1 << 30

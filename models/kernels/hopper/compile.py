@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 FUSED_HEAD_DIM = 128  # the only one that `fused_decoding.cu` supports
 NO_HEADS = 0  # for a kernel independent of heads
+PRODUCTS = "few_rows", "float8_gemv", "float8_rows", "int4_gemv"
 ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"  # FlashInfer's other flags for it double the time of compilation
 BUILT = Path(__file__).with_name("built")  # NAME.KEY.so
 
@@ -61,7 +62,7 @@ def kernels_of(text_head_dim: int, vision_head_dim: int) -> list[tuple[str, int]
     """Return the kernels of a model. NO_HEADS: the decoder's attention is that of `portable`, or there is no tower."""
     names = ["prefill_attention", "flash_decoding"] if text_head_dim else []
     names += ["fused_decoding"] if text_head_dim == FUSED_HEAD_DIM else []
-    kernels = [*((name, text_head_dim) for name in names), *((name, NO_HEADS) for name in ("few_rows", "float8_gemv", "int4_gemv"))]
+    kernels = [*((name, text_head_dim) for name in names), *((name, NO_HEADS) for name in PRODUCTS)]
     return kernels + ([("varlen_attention", vision_head_dim)] if vision_head_dim else [])
 
 

@@ -1,16 +1,27 @@
-"""Float8 products on Hopper: `float8_gemv.cu` for a single token, also with its experts, our Triton kernel for few, cuBLAS for more."""
+"""Float8 products on Hopper: `float8_gemv.cu` for a single token, also with its experts, `float8_rows.cu` for few, cuBLAS for more."""
+
+import math
 
 import torch
 from torch.nn.functional import ScalingType
 
 from models.kernels.hopper.compile import NO_HEADS, load_kernel
-from models.kernels.stream import RowClass
+from models.kernels.stream import Activation, Residual, RowClass
+from models.kernels.triton.activations import rounded
 from models.kernels.triton.float8 import TritonFloat8
 from models.kernels.triton.gemv import Norm
-from models.weights.float8 import GroupScaled
+from models.weights.float8 import BLOCK, BlockScaled, GroupScaled
 
 MAX_CHOSEN = 12
+PARTS = 4  # of the columns, if the result is added to the residual
 _scaled_mm = torch.ops.aten._scaled_mm_v2.out  # `torch.nn.functional.scaled_mm` has no `out`
+
+
+def multiply_few(x_TK: GroupScaled, weight_NK: BlockScaled, out_STN: torch.Tensor) -> torch.Tensor:
+    """Write split-K partial sums of x @ weight.T in float32 or bfloat16 for up to RowClass.FEW tokens, and return them."""
+    x, weight = x_TK.padded.view(torch.uint8), weight_NK.values.view(torch.uint8)
+    load_kernel("float8_rows", NO_HEADS).run(x, x_TK.scales, weight, weight_NK.padded_scales, out_STN)
+    return out_STN
 
 
 class HopperFloat8(TritonFloat8):
@@ -31,7 +42,8 @@ class HopperFloat8(TritonFloat8):
 
     def multiply(self, x_TX: GroupScaled, rows: RowClass, room_PN: torch.Tensor | None = None) -> torch.Tensor:
         if rows <= RowClass.FEW:
-            return super().multiply(x_TX, rows, room_PN)
+            out_TN = x_TX.padded.new_empty((len(x_TX), self.width), dtype=torch.bfloat16) if room_PN is None else room_PN[: len(x_TX)]
+            return multiply_few(x_TX, self.matrix, out_TN[None])[0]
         weight_KN, weight_scales = self.matrix.transposed
         y_TN = x_TX.padded.new_empty((len(x_TX.padded), self.width), dtype=torch.bfloat16) if room_PN is None else room_PN
         _scaled_mm(
@@ -39,6 +51,13 @@ class HopperFloat8(TritonFloat8):
             [ScalingType.BlockWise128x128.value], [], None, torch.bfloat16, out=y_TN,
         )  # fmt: skip
         return y_TN if len(y_TN) == len(x_TX) else y_TN[: len(x_TX)]
+
+    def add_many_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
+        if rows > RowClass.FEW:
+            return super().add_many_to(residual, x_TX, rows)
+        x_TX = rounded(x_TX)
+        num_parts = math.gcd(PARTS, self.matrix.shape[1] // BLOCK)
+        residual.add_(multiply_few(x_TX, self.matrix, residual.room(num_parts, len(x_TX), self.width, dtype=torch.float32)))
 
     def expert_swiglu(self, x_1D: torch.Tensor, chosen_K: torch.Tensor) -> torch.Tensor:
         inner_KI = x_1D.new_empty((len(chosen_K), self.width // self.count // 2))

@@ -9,6 +9,7 @@ import torch
 from models.kernels import work_items
 from models.kernels.hopper import compile
 from models.kernels.stream import RowClass
+from models.weights.float8 import BLOCK
 
 pytest.importorskip("triton")  # beside the kernels
 from models.kernels.hopper import attention, few_rows, flash_decoding, float8, int4_gemv
@@ -34,6 +35,7 @@ def test_tokens_that_are_new_in_a_step() -> None:
 
 def test_tokens_that_the_float8_kernel_takes() -> None:
     assert constant("kMaxChosen", "float8_token.cuh") == float8.MAX_CHOSEN
+    assert constant("kTokens", "float8_rows.cu") == RowClass.FEW and constant("kBlock", "float8_rows.cu") == BLOCK
 
 
 def test_products_that_the_kernel_of_few_rows_takes() -> None:
@@ -50,7 +52,7 @@ def test_all_sources_are_compiled_at_the_start(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(compile, "load_kernel", lambda name, head_dim: loaded.append((f"{name}.cu", head_dim)))
     compile.load_kernels(128, 72)
     text = [(f"{name}.cu", 128) for name in ("flash_decoding", "fused_decoding", "prefill_attention")]
-    others = [*((f"{name}.cu", compile.NO_HEADS) for name in ("few_rows", "float8_gemv", "int4_gemv")), ("varlen_attention.cu", 72)]
+    others = [*((f"{name}.cu", compile.NO_HEADS) for name in compile.PRODUCTS), ("varlen_attention.cu", 72)]
     assert sorted(loaded) == sorted([*text, *others])
     assert {name for name, _ in loaded} == {path.name for path in FOLDER.glob("*.cu")}
     loaded.clear()
