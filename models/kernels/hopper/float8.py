@@ -13,7 +13,7 @@ from models.kernels.triton.gemv import Norm
 from models.weights.float8 import BLOCK, BlockScaled, GroupScaled
 
 MAX_CHOSEN = 12
-PARTS = 4  # of the columns, if the result is added to the residual
+PARTS = (32, 4), (RowClass.FEW, 2)  # parts of the columns for up to so many tokens, if the result is added to the residual
 _scaled_mm = torch.ops.aten._scaled_mm_v2.out  # `torch.nn.functional.scaled_mm` has no `out`
 
 
@@ -56,7 +56,7 @@ class HopperFloat8(TritonFloat8):
         if rows > RowClass.FEW:
             return super().add_many_to(residual, x_TX, rows)
         x_TX = rounded(x_TX)
-        num_parts = math.gcd(PARTS, self.matrix.shape[1] // BLOCK)
+        num_parts = math.gcd(next(parts for most, parts in PARTS if len(x_TX) <= most), self.matrix.shape[1] // BLOCK)
         residual.add_(multiply_few(x_TX, self.matrix, residual.room(num_parts, len(x_TX), self.width, dtype=torch.float32)))
 
     def expert_swiglu(self, x_1D: torch.Tensor, chosen_K: torch.Tensor) -> torch.Tensor:

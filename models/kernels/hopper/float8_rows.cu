@@ -11,6 +11,8 @@
 #include <algorithm>
 #include <array>
 
+#include <cute/arch/mma_sm90_gmma.hpp>
+
 #include "hopper_launch.cuh"
 
 namespace float8_rows {
@@ -41,13 +43,21 @@ DEVICE void load_matrices(uint32_t (&x)[4], uint32_t from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
 }
 
-// c (64, 16) = x (64, 32) w (16, 32)', or += it.
-DEVICE void multiply_async(float (&c)[8], uint32_t const (&x)[4], uint64_t w, bool adds) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\nwgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7}, "
-      "{%8, %9, %10, %11}, %12, p, 1, 1;\n}\n"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])
-      : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(w), "r"(int(adds)));
+template <int>
+struct Atom;
+template <>
+struct Atom<1> : cute::SM90::GMMA::MMA_64x16x32_F32E4M3E4M3_RS_TN<> {};
+template <>
+struct Atom<2> : cute::SM90::GMMA::MMA_64x32x32_F32E4M3E4M3_RS_TN<> {};
+template <>
+struct Atom<4> : cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_RS_TN<> {};
+template <>
+struct Atom<6> : cute::SM90::GMMA::MMA_64x96x32_F32E4M3E4M3_RS_TN<> {};
+
+// c (64, 16 n) = x (64, 32) w (16 n, 32)', or += it.
+template <int kN, int... I>
+DEVICE void multiply_async(float (&c)[kN * 8], uint32_t const (&x)[4], uint64_t w, bool adds, std::integer_sequence<int, I...>) {
+  Atom<kN>::fma(x[0], x[1], x[2], x[3], w, c[I]..., adds ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 
 // Stages of a group: 128 columns of its rows of W, then of the tokens, then the scales of tokens and of up to four blocks of rows.
@@ -55,8 +65,7 @@ template <int kPieces>
 struct Ring {
   static constexpr int kAtTokens = kPieces * kRows * kBlock, kAtScales = kAtTokens + kTokens * kBlock, kBytes = kAtScales + 1024;
   static constexpr int kStages = std::min(kMostStages, kMemory / kGroups / kBytes);
-  static constexpr int kAtOnce = kPieces <= 4 ? kPieces : kPieces % 4 == 0 ? 4 : kPieces % 3 == 0 ? 3 : 5;  // pieces whose sums are in registers
-  static_assert(kPieces % kAtOnce == 0);
+  static constexpr int kAtOnce = kPieces <= 2 ? kPieces : kPieces <= 4 || kPieces == 8 ? 4 : 6;  // pieces of a product; there may be fewer
   static_assert(kStages >= 2 && kStages * kBytes >= kPieces * 8 * kThreads * int(sizeof(float)), "sums replace stages");
   Params const& params;
   uint32_t address;
@@ -118,16 +127,15 @@ __global__ void __launch_bounds__(kGroups* kThreads, 1) multiply_rows(Params con
     float const upper = scales[token], lower = scales[token + 8];
     uint64_t const matrix = (own >> 4) | uint64_t(1) << 16 | uint64_t(8 * kBlock >> 4) << 32 | uint64_t(1) << 62;  // swizzle of 128 bytes
     UNROLL for (int piece = 0; piece < kPieces; piece += kAtOnce) {
-      float sums[kAtOnce][8];
+      float sums[kAtOnce * 8];
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-      UNROLL for (int i = 0; i < kAtOnce; ++i)
-        UNROLL for (int step = 0; step < 4; ++step)
-          multiply_async(sums[i], x[step], matrix + (((piece + i) * kRows * kBlock + step * 32) >> 4), step > 0);
+      UNROLL for (int step = 0; step < 4; ++step)
+        multiply_async<kAtOnce>(sums, x[step], matrix + ((piece * kRows * kBlock + step * 32) >> 4), step > 0, std::make_integer_sequence<int, kAtOnce * 8>());
       asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
-      UNROLL for (int i = 0; i < kAtOnce; ++i) {
-        UNROLL for (int j = 0; j < 8; ++j) asm volatile("" : "+f"(sums[i][j])::"memory");
+      UNROLL for (int i = 0; i < kAtOnce * 8; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+      UNROLL for (int i = 0; i < kAtOnce && piece + i < kPieces; ++i) {
         float const scale = scales[kTokens + (ring.first_row % kBlock + (piece + i) * kRows) / kBlock];
-        UNROLL for (int j = 0; j < 8; ++j) totals[piece + i][j] += sums[i][j] * (scale * (j / 2 % 2 ? lower : upper));
+        UNROLL for (int j = 0; j < 8; ++j) totals[piece + i][j] += sums[i * 8 + j] * (scale * (j / 2 % 2 ? lower : upper));
       }
     }
     if (++stage == kStages) stage = 0;
@@ -175,9 +183,9 @@ void run(View x, View x_scales, View weight, View scales, View out) {
   TVM_FFI_ICHECK(params.num_blocks * num_parts * kBlock == params.width && weight.size(0) == params.num_out && params.num_out % kBlock == 0);
   TVM_FFI_ICHECK(x_scales.stride(0) == 1 && params.x_stride % 4 == 0 && scales.size(0) * kBlock == params.num_out);
   int const num_blocks = num_multiprocessors(x.device());
-  auto cost = [&](int pieces) {  // bytes that a multiprocessor reads, of tokens at half their price: from L2
+  auto cost = [&](int pieces) {  // bytes that a multiprocessor reads, of tokens at half their price: from L2; and a block's overhead
     int const num_groups = (params.num_out + pieces * kRows - 1) / (pieces * kRows) * num_parts;
-    return (num_groups + num_blocks - 1) / num_blocks * (pieces * kRows * 2 + params.num_tokens);
+    return (num_groups + num_blocks - 1) / num_blocks * (pieces * kRows * 2 + params.num_tokens + kTokens);
   };
   auto const best = std::min_element(kSizes.begin(), kSizes.end(), [&](int a, int b) { return cost(a) < cost(b); }) - kSizes.begin();
   kLaunches[best](params, num_parts, x.device());
