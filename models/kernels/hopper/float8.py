@@ -29,6 +29,7 @@ class HopperFloat8(TritonFloat8):
 
     has_gemv = True
     max_chosen = MAX_CHOSEN
+    early_rows = RowClass.FEW
 
     def gemv(
         self, x_1X: torch.Tensor, out: torch.Tensor, norm: Norm | None, gated: bool = False, adds: bool = False,
@@ -55,7 +56,7 @@ class HopperFloat8(TritonFloat8):
     def add_many_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
         if rows > RowClass.FEW:
             return super().add_many_to(residual, x_TX, rows)
-        x_TX = rounded(x_TX)
+        x_TX = rounded(x_TX, True)
         num_parts = math.gcd(next(parts for most, parts in PARTS if len(x_TX) <= most), self.matrix.shape[1] // BLOCK)
         residual.add_(multiply_few(x_TX, self.matrix, residual.room(num_parts, len(x_TX), self.width, dtype=torch.float32)))
 

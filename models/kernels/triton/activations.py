@@ -30,11 +30,12 @@ def values_of(x_TX: Activation) -> torch.Tensor:
     return x_TX
 
 
-def rounded(x_TX: Activation) -> GroupScaled:
+def rounded(x_TX: Activation, is_early: bool = False) -> GroupScaled:
+    """Return float8 values. `is_early`: see `rms_norm`."""
     if isinstance(x_TX, Normed):
         stream_TD = x_TX.stream_TD
-        return rms_norm(x_TX, GroupScaled.empty(len(stream_TD), stream_TD.shape[1], stream_TD.device))
+        return rms_norm(x_TX, GroupScaled.empty(len(stream_TD), stream_TD.shape[1], stream_TD.device), is_early)
     if isinstance(x_TX, torch.Tensor):
-        return quantized(x_TX)
+        return quantized(x_TX, is_early)
     assert isinstance(x_TX, GroupScaled)
     return x_TX

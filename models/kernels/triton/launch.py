@@ -65,6 +65,13 @@ def await_previous_kernel(OVERLAP: constexpr) -> None:
 
 
 @triton.jit
+def start_next_kernel(OVERLAP: constexpr, EARLY: constexpr) -> None:
+    """If EARLY, let the next kernel start even before the previous one has ended."""
+    if OVERLAP and EARLY:
+        gdc_launch_dependents()
+
+
+@triton.jit
 def await_kernel(OVERLAP: constexpr) -> None:
     """Wait like `await_previous_kernel`, without letting the next kernel start."""
     if OVERLAP:

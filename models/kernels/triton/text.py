@@ -10,7 +10,7 @@ from triton.language import constexpr, tensor
 
 from models.kernels.ops import FLOAT8, MOST_FLOAT8, KVPool, NewHeads
 from models.kernels.stream import Normed
-from models.kernels.triton.launch import await_kernel, await_previous_kernel, cdiv, floats, kernel, power_of_2
+from models.kernels.triton.launch import await_kernel, await_previous_kernel, cdiv, floats, kernel, power_of_2, start_next_kernel
 from models.weights.float8 import GroupScaled
 
 MAX_HEADS_PER_PROGRAM = 4
@@ -41,9 +41,10 @@ def _store(
 @kernel(do_not_specialize=["scale_stride"])
 def _rms_norm(
     x: tensor, weight: tensor, addends: tensor, out: tensor, scales: tensor, eps: tensor, addend_size: tensor, scale_stride: tensor,
-    ADDENDS: constexpr, SCALED: constexpr, WIDTH: constexpr, BLOCK: constexpr, OVERLAP: constexpr,
+    ADDENDS: constexpr, SCALED: constexpr, WIDTH: constexpr, BLOCK: constexpr, EARLY: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """One program: one token after adding ADDENDS values."""
+    start_next_kernel(OVERLAP, EARLY)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     place = tl.program_id(0).to(tl.int64) * WIDTH + column
@@ -65,9 +66,10 @@ def _rms_norm(
 @kernel(do_not_specialize=["scale_stride"])
 def _swiglu(
     gate_up: tensor, out: tensor, scales: tensor, scale_stride: tensor, SCALED: constexpr, WIDTH: constexpr, BLOCK: constexpr,
-    OVERLAP: constexpr,
+    EARLY: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """One program: BLOCK values of one token."""
+    start_next_kernel(OVERLAP, EARLY)
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     first = tl.program_id(0) % BLOCKS * BLOCK
@@ -84,9 +86,11 @@ def _swiglu(
 
 @kernel(do_not_specialize=["scale_stride"])
 def _quantize(
-    x: tensor, out: tensor, scales: tensor, scale_stride: tensor, WIDTH: constexpr, BLOCK: constexpr, OVERLAP: constexpr,
+    x: tensor, out: tensor, scales: tensor, scale_stride: tensor, WIDTH: constexpr, BLOCK: constexpr, EARLY: constexpr,
+    OVERLAP: constexpr,
 ) -> None:  # fmt: skip
     """One program: one token."""
+    start_next_kernel(OVERLAP, EARLY)
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     await_kernel(OVERLAP)
     value = floats(x + token * WIDTH + column, column < WIDTH)
@@ -192,8 +196,9 @@ def _parts(out: torch.Tensor | GroupScaled) -> tuple[torch.Tensor, torch.Tensor,
     return (out.padded, out.scales, True) if isinstance(out, GroupScaled) else (out, out, False)
 
 
-def rms_norm(normed: Normed, out: Out) -> Out:
-    """Write the values of a norm to `out`, and its stream if there are parts."""
+def rms_norm(normed: Normed, out: Out, is_early: bool = False) -> Out:
+    """Write the values of a norm to `out`, and its stream if there are parts. `is_early`, here and below: the next kernel has something to
+    do before it waits for this one."""
     x_TD, parts_STD = normed.stream_TD, normed.parts_STD
     num_addends, addends = (0, x_TD) if parts_STD is None else (len(parts_STD), parts_STD)
     assert x_TD.is_contiguous() and addends.is_contiguous() and addends.shape[-2:] == x_TD.shape
@@ -201,24 +206,24 @@ def rms_norm(normed: Normed, out: Out) -> Out:
     if num_tokens:
         _rms_norm[(num_tokens,)](
             x_TD, normed.weight_D, addends, values, scales, normed.eps, x_TD.numel(), len(values),
-            ADDENDS=num_addends, SCALED=is_scaled, WIDTH=width, BLOCK=power_of_2(width), num_warps=NORM_WARPS,
+            ADDENDS=num_addends, SCALED=is_scaled, WIDTH=width, BLOCK=power_of_2(width), EARLY=is_early, num_warps=NORM_WARPS,
         )  # fmt: skip
     return out
 
 
 def swiglu(gate_up_TX: torch.Tensor) -> torch.Tensor:
-    return _launch_swiglu(gate_up_TX, gate_up_TX.new_empty((len(gate_up_TX), gate_up_TX.shape[1] // 2)))
+    return _launch_swiglu(gate_up_TX, gate_up_TX.new_empty((len(gate_up_TX), gate_up_TX.shape[1] // 2)), False)
 
 
-def swiglu_quantized(gate_up_TX: torch.Tensor) -> GroupScaled:
-    return _launch_swiglu(gate_up_TX, GroupScaled.empty(len(gate_up_TX), gate_up_TX.shape[1] // 2, gate_up_TX.device))
+def swiglu_quantized(gate_up_TX: torch.Tensor, is_early: bool = False) -> GroupScaled:
+    return _launch_swiglu(gate_up_TX, GroupScaled.empty(len(gate_up_TX), gate_up_TX.shape[1] // 2, gate_up_TX.device), is_early)
 
 
-def _launch_swiglu(gate_up_TX: torch.Tensor, out: Out) -> Out:
+def _launch_swiglu(gate_up_TX: torch.Tensor, out: Out, is_early: bool) -> Out:
     assert gate_up_TX.is_contiguous()
     (values, scales, is_scaled), width = _parts(out), gate_up_TX.shape[1] // 2
     _swiglu[(len(gate_up_TX) * cdiv(width, SWIGLU_BLOCK),)](
-        gate_up_TX, values, scales, len(values), SCALED=is_scaled, WIDTH=width, BLOCK=SWIGLU_BLOCK
+        gate_up_TX, values, scales, len(values), SCALED=is_scaled, WIDTH=width, BLOCK=SWIGLU_BLOCK, EARLY=is_early
     )
     return out
 
@@ -232,12 +237,14 @@ def gate(x_TX: torch.Tensor, gate_TG: torch.Tensor) -> None:
         _gate[(num_tokens, cdiv(width, block))](x_TX, gate_TG, gate_TG.stride(0), WIDTH=width, GROUP=width // gate_TG.shape[1], BLOCK=block)
 
 
-def quantized(x_TD: torch.Tensor) -> GroupScaled:
+def quantized(x_TD: torch.Tensor, is_early: bool = False) -> GroupScaled:
     """Implement `GroupScaled.quantized` for at least one token."""
     assert x_TD.is_contiguous()
     num_tokens, width = x_TD.shape
     out = GroupScaled.empty(num_tokens, width, x_TD.device)
-    _quantize[(num_tokens,)](x_TD, out.padded, out.scales, len(out.padded), WIDTH=width, BLOCK=power_of_2(width), num_warps=NORM_WARPS)
+    _quantize[(num_tokens,)](
+        x_TD, out.padded, out.scales, len(out.padded), WIDTH=width, BLOCK=power_of_2(width), EARLY=is_early, num_warps=NORM_WARPS
+    )
     return out
 
 
