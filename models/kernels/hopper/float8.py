@@ -13,7 +13,8 @@ from models.kernels.triton.gemv import Norm
 from models.weights.float8 import BLOCK, BlockScaled, GroupScaled
 
 MAX_CHOSEN = 12
-PARTS = (32, 4), (RowClass.FEW, 2)  # parts of the columns for up to so many tokens, if the result is added to the residual
+PARTS = 2  # of the columns, if the result is added to the residual
+WIDEST = {RowClass.HANDFUL: 31_680, RowClass.FEW: 38_016}  # rows of a matrix up to which `float8_rows.cu` is the fastest, on an H200
 _scaled_mm = torch.ops.aten._scaled_mm_v2.out  # `torch.nn.functional.scaled_mm` has no `out`
 
 
@@ -29,7 +30,9 @@ class HopperFloat8(TritonFloat8):
 
     has_gemv = True
     max_chosen = MAX_CHOSEN
-    early_rows = RowClass.FEW
+
+    def is_early(self, rows: RowClass) -> bool:
+        return self.width <= WIDEST.get(rows, 0)
 
     def gemv(
         self, x_1X: torch.Tensor, out: torch.Tensor, norm: Norm | None, gated: bool = False, adds: bool = False,
@@ -42,9 +45,11 @@ class HopperFloat8(TritonFloat8):
         return out
 
     def multiply(self, x_TX: GroupScaled, rows: RowClass, room_PN: torch.Tensor | None = None) -> torch.Tensor:
-        if rows <= RowClass.FEW:
+        if self.is_early(rows):
             out_TN = x_TX.padded.new_empty((len(x_TX), self.width), dtype=torch.bfloat16) if room_PN is None else room_PN[: len(x_TX)]
             return multiply_few(x_TX, self.matrix, out_TN[None])[0]
+        if rows <= RowClass.HANDFUL:
+            return super().multiply(x_TX, rows, room_PN)
         weight_KN, weight_scales = self.matrix.transposed
         y_TN = x_TX.padded.new_empty((len(x_TX.padded), self.width), dtype=torch.bfloat16) if room_PN is None else room_PN
         _scaled_mm(
@@ -54,10 +59,10 @@ class HopperFloat8(TritonFloat8):
         return y_TN if len(y_TN) == len(x_TX) else y_TN[: len(x_TX)]
 
     def add_many_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
-        if rows > RowClass.FEW:
+        if not self.is_early(rows):
             return super().add_many_to(residual, x_TX, rows)
         x_TX = rounded(x_TX, True)
-        num_parts = math.gcd(next(parts for most, parts in PARTS if len(x_TX) <= most), self.matrix.shape[1] // BLOCK)
+        num_parts = math.gcd(PARTS, self.matrix.shape[1] // BLOCK)
         residual.add_(multiply_few(x_TX, self.matrix, residual.room(num_parts, len(x_TX), self.width, dtype=torch.float32)))
 
     def expert_swiglu(self, x_1D: torch.Tensor, chosen_K: torch.Tensor) -> torch.Tensor:

@@ -79,18 +79,21 @@ class TritonFloat8(TritonProducts[BlockScaled]):
     """See `TritonProducts`. Products of few tokens that are added to the residual use split-K."""
 
     has_gemv = False
-    early_rows = 0  # up to so many, a product has something to do before it waits for the kernel that rounds its input
+
+    def is_early(self, rows: RowClass) -> bool:
+        """Return whether a product reads the matrix before it waits for the kernel that rounds its input."""
+        return False
 
     def multiply(self, x_TX: GroupScaled, rows: RowClass, room_PN: torch.Tensor | None = None) -> torch.Tensor:
         """Return x @ matrix.T in bfloat16 for any number of tokens, in memory for `x.padded` if given."""
         return multiply(x_TX, self.matrix, out_TN=None if room_PN is None else room_PN[: len(x_TX)])
 
     def product_of_many(self, x_TX: Activation, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:
-        y_TN = self.multiply(rounded(x_TX, rows <= self.early_rows), rows)
+        y_TN = self.multiply(rounded(x_TX, self.is_early(rows)), rows)
         return y_TN if out_TN is None else out_TN.copy_(y_TN)
 
     def swiglu_of_many(self, x_TX: Activation, rows: RowClass) -> GroupScaled:
-        return swiglu_quantized(self.product_of_many(x_TX, rows, None), rows <= self.early_rows)
+        return swiglu_quantized(self.product_of_many(x_TX, rows, None), self.is_early(rows))
 
     def add_many_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
         x_TX = rounded(x_TX)
