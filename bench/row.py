@@ -43,7 +43,7 @@ async def measure(args: argparse.Namespace, origin: dict[str, str]) -> None:
             found[run] = await run_benchmark(CELLS[run], url, args.seed)
             print(table(["run", "figure", "value"], [[run, name, f"{value:.4g}"] for name, value in figures(run, found[run]).items()]))
             if args.store:
-                store(args.store, {run: [origin | found[run]]})
+                store(args.store, {run: origin | found[run]})
             write_result(args, **origin, result=found)  # the next run may be cut off
 
 

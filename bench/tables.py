@@ -1,7 +1,6 @@
 """Write the tables of README.md and docs/benchmarks.md from `bench/results`. Needs a clone: wheels contain no results.
 
-    python -m bench tables                                   # write the tables
-    python -m bench tables --add h200/8B 1a2b3c4 out/*.json  # first store new runs, measured at that commit
+    python -m bench tables
 
 `bench/results/GPU/MODEL.json` holds the current runs of one model on one kind of machine: name of the run -> its results (a
 list if there were several). The names and their commands are in docs/benchmarks.md.
@@ -170,26 +169,14 @@ def rendered(page: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str
     return MARKED.sub(lambda match: f"{match[1]}{tables[match[2]]()}\n{match[3]}", text)
 
 
-def add(name: str, commit: str, files: Sequence[Path]) -> None:
-    """Store each file as the run of its stem; `images-1`, `images-2` are one run's clients."""
-    new: dict[str, list[Run]] = {}
-    for file in sorted(files):
-        new.setdefault(re.sub(r"-\d+$", "", file.stem), []).append({"commit": commit, **json.loads(file.read_text(encoding="utf-8"))})
-    store(name, new)
-
-
-def store(name: str, new: Mapping[str, Sequence[Run]]) -> None:
+def store(name: str, new: Mapping[str, Run]) -> None:
     """Replace runs in bench/results/NAME.json."""
     path = RESULTS / f"{name}.json"
     old = content(name) if path.exists() else {}
-    write_json(path, old | {run: found if len(found) > 1 else found[0] for run, found in new.items()})
+    write_json(path, {**old, **new})
 
 
 def main() -> None:
-    parser = make_parser("tables", __doc__)
-    parser.add_argument("--add", nargs="+", metavar="ARG", help="GPU/MODEL, the commit, and files of runs to store first")
-    args = parser.parse_args()
-    if args.add:
-        add(args.add[0], args.add[1], [Path(file) for file in args.add[2:]])
+    make_parser("tables", __doc__).parse_args()
     for page in PAGES:
         (ROOT / page).write_text(rendered(page), encoding="utf-8")
