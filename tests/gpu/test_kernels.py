@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a 
 DEVICE = torch.device("cuda")
 EPS = 1e-6
 WIDTHS = [(2048, 6144), (2560, 9728), (4096, 12288), (5120, 25600)]  # hidden and intermediate size: 2B, 4B, 8B, 32B
-SMALL_WIDTHS = [(2048, 2560), (1024, 5120), (512, 12288)]  # float8 products of one token by each kind of small blocks
+SMALL_WIDTHS = [(2048, 2560), (1024, 5120), (512, 12288)]  # single float8 tokens in small blocks
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -63,7 +63,7 @@ def test_float8_products(backend: Backend, hidden: int, inner: int, tokens: int,
     assert close(*(each.product(h, rows) for each in down))
     ours, theirs = (each.swiglu(normed(x, norm), rows) for each in gate_up)
     assert isinstance(theirs, torch.Tensor)
-    if isinstance(ours, GroupScaled):  # a single token's product rounds by itself
+    if isinstance(ours, GroupScaled):
         ours, theirs = ours.dequantized(), GroupScaled.quantized(theirs).dequantized()
     assert close(ours, theirs)
     given = torch.empty((tokens, hidden), dtype=torch.bfloat16, device=DEVICE)

@@ -38,7 +38,7 @@ def test_tokens_that_the_float8_kernel_takes() -> None:
     assert constant("kTokens", "float8_rows.cu") == RowClass.FEW and constant("kBlock", "float8_rows.cu") == BLOCK
 
 
-def test_products_that_the_kernel_of_few_rows_takes() -> None:
+def test_products_of_few_rows() -> None:
     assert constant("kMostTokens", "few_rows.cu") == RowClass.HANDFUL and constant("kRows", "few_rows.cu") == few_rows.ROWS
     assert constant("kChunk", "few_rows.cu") == few_rows.COLUMNS * torch.bfloat16.itemsize
 
