@@ -54,6 +54,19 @@ def test_conversations_resend_their_pictures_and_errors_end_them() -> None:
     assert sizes == [1, 2, 3] and point.requests == 6 and point.missed["ttft"] == 4 / 6
 
 
+def test_a_point_ends_when_too_many_were_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def chat(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=503)
+
+    async def run() -> Point:
+        async with client_of(chat) as client:
+            return await measure_point(argparse.Namespace(workload="image", duration=30.0, timeout=30.0), client, "m", 200.0, 0)
+
+    monkeypatch.setattr("bench.goodput.make_uris", lambda *_: [])
+    point = asyncio.run(run())
+    assert not point.holds and 50 < point.requests < 3000
+
+
 def test_texts_of_the_catalogue_vary_within_their_bounds() -> None:
     talks, others = (conversations(WORKLOADS["catalogue"], 20, seed, [" a"]) for seed in (0, 1))
     lengths = [len(message["content"][1]["text"]) // 2 for (message,) in talks]

@@ -1,4 +1,4 @@
-"""The planner against a brute-force worker: whatever mix of requests, budgets, aborts and failures, plans are right and all ends well."""
+"""The planner against a brute-force worker: plans are right and all ends well."""
 
 import hashlib
 import random

@@ -1,4 +1,4 @@
-"""Thoughts and answer: ids decide where one ends and the other begins, nothing is lost between them, and nothing is held back for it."""
+"""Thoughts and answer: ids decide where one ends; nothing is lost or held back."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Tools through the real api and processor, by OpenAI's own client: what a model calls comes as calls, whatever tokens it is made of."""
+"""Tools through the real api and processor, by OpenAI's own client."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""A step with random data and its attention by torch in float64. Used by the tests of attention, on the CPU and on a GPU."""
+"""A step with random data and its attention by torch in float64."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

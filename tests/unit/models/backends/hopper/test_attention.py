@@ -1,4 +1,4 @@
-"""Attention whose plan lies in memory that somebody else fills, as a graph's does, with torch in place of the CUDA kernels."""
+"""Attention whose plan somebody else fills, with torch in place of the CUDA kernels."""
 
 from dataclasses import replace
 

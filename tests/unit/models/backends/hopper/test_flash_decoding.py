@@ -1,4 +1,4 @@
-"""How split attention's work is cut, also through the kernel's arithmetic in torch; the kernel itself is tested on GPUs."""
+"""How split attention's work is cut, also with the kernel in torch."""
 
 import numpy as np
 import pytest

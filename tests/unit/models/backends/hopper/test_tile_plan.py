@@ -1,4 +1,4 @@
-"""The plan of our attention of tiles. `test_attention.py` runs it with torch in place of the kernel; the kernels are tested on GPUs."""
+"""The plan of our attention of tiles; `test_attention.py` runs it."""
 
 from collections import defaultdict
 

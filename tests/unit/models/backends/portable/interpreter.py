@@ -29,7 +29,7 @@ def interpreted(test: Callable[..., None] | None = None, *, gate: bool = False) 
 
 
 def run_interpreted(suite: str, *options: str) -> None:
-    """Run all interpreted tests with the mark `suite`. AssertionError with their output if one fails, or if a file has none that ran."""
+    """Run all interpreted tests with the mark `suite`. AssertionError if one fails, or if a file has none that ran."""
     files = [path for path in sorted(Path(__file__).parent.glob("test_*.py")) if "@interpreted" in path.read_text()]
     without = [option for plugin in UNUSED for option in ("-p", f"no:{plugin}")]
     run = subprocess.run(

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def whole(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    """Return random integers: their sums are exact in every type, and the interpreter does not round to the nearest bfloat16."""
+    """Return integers, whose sums are exact."""
     return torch.randint(-9, 9, shape, generator=generator).float()
 
 

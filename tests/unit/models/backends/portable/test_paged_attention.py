@@ -1,4 +1,4 @@
-"""The Triton attention in the interpreter against torch in float64: any mix of rows, parts and padding, eager and of a fixed shape."""
+"""The Triton attention in the interpreter against torch in float64."""
 
 from collections.abc import Sequence
 
