@@ -7,9 +7,9 @@ For these, the first token takes at most 1 s, and the next ones 100 ms each. `ca
 (log-normal, median 4,100), at most 150 out, in 12 s; `interactive`: the same in 1.5 s. They have the shape of MLPerf Inference's VLM
 benchmark without its data: start the server with `--no-enable-prefix-caching`. Works with any OpenAI-compatible server.
 
-Each point sends new images and texts for `--duration` seconds, or until too many were late. A request with an error, a 503 or no end
-after `--timeout` seconds misses its limits. The rate changes by `--factor` until one rate holds and another one does not, then the two
-approach each other.
+Each point sends `rate * --duration` conversations with new images and texts, at the times of a Poisson process that has this many, and
+ends early if too many requests were late. A request with an error, a 503 or no end after `--timeout` seconds misses its limits. The rate
+changes by `--factor` until one rate holds and another one does not, then the two approach each other.
 """
 
 import argparse
@@ -121,16 +121,16 @@ async def converse(args: argparse.Namespace, client: ChatClient, model: str, tur
 
 
 async def measure_point(args: argparse.Namespace, client: ChatClient, model: str, rate: float, seed: int) -> Point:
-    workload, rng, times = WORKLOADS[args.workload], random.Random(seed), [0.0]
-    while times[-1] < args.duration:
-        times.append(times[-1] + rng.expovariate(rate))
+    workload, rng = WORKLOADS[args.workload], random.Random(seed)
+    times = sorted(rng.uniform(0, args.duration) for _ in range(max(1, round(rate * args.duration))))
     talks = await asyncio.to_thread(conversations, workload, len(times), seed, client.words)
 
     async def talk(after: float, turns: list[dict[str, Any]]) -> list[Answer]:
         await asyncio.sleep(after)
         return await converse(args, client, model, turns)
 
-    waiting, answers, missed = [asyncio.ensure_future(talk(*each)) for each in zip(times, talks, strict=True)], list[Answer](), {"": 0.0}
+    waiting = [asyncio.ensure_future(talk(*each)) for each in zip(times, talks, strict=True)]
+    answers, missed = list[Answer](), dict.fromkeys(workload.limits, 0.0)
     while waiting and max(missed.values()) * len(answers) <= ALLOWED * len(talks) * workload.turns:
         done, pending = await asyncio.wait(waiting, timeout=1.0)
         answers, waiting = sum((each.result() for each in done), answers), list(pending)

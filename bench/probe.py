@@ -77,6 +77,8 @@ def main() -> None:
     times = ["failed" if "error" in point else f"{point[key]:.1f}" for point in points]
     rows = [[point["resolution"], point["images"], time, *cells] for point, time, cells in zip(points, times, parts, strict=True)]
     print(table(["size", "N", f"ttft ({args.clock} serialisation)", *names], rows))
+    largest = {point["resolution"]: f"{point['resolution']}: {point['images']}" for point in points if "error" not in point}
+    print("largest N answered:", ", ".join(largest.values()))
     write_result(args, content=args.content, points=points)
 
 

@@ -235,3 +235,4 @@ def test_the_multi_image_probe_runs(demo: Engine, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     points = json.loads(file.read_text())["points"]
     assert [point["images"] for point in points] == [1, 4] and all(point["ttft_ms"] > 0 and "error" not in point for point in points)
+    assert "largest N answered: small: 4" in run.stdout

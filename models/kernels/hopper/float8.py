@@ -1,4 +1,5 @@
-"""Float8 products on Hopper: `float8_gemv.cu` for a single token, also with its experts, `float8_rows.cu` for few, cuBLAS for more."""
+"""Float8 products on Hopper: `float8_gemv.cu` for a single token, also with its experts, `float8_rows.cu` for few tokens (our Triton kernel
+if there are many rows), cuBLAS for more tokens."""
 
 import math
 
@@ -10,11 +11,12 @@ from models.kernels.stream import Activation, Residual, RowClass
 from models.kernels.triton.activations import rounded
 from models.kernels.triton.float8 import TritonFloat8
 from models.kernels.triton.gemv import Norm
+from models.kernels.triton.launch import num_multiprocessors
 from models.weights.float8 import BLOCK, BlockScaled, GroupScaled
 
 MAX_CHOSEN = 12
-PARTS = 2  # of the columns, if the result is added to the residual
-WIDEST = {RowClass.HANDFUL: 31_680, RowClass.FEW: 38_016}  # rows of a matrix up to which `float8_rows.cu` is the fastest, on an H200
+PARTS = 2  # split-K partial sums of a product that is added to the residual
+MOST_ROWS = {RowClass.HANDFUL: 240, RowClass.FEW: 288}  # rows of a matrix per multiprocessor up to which `float8_rows.cu` is the fastest
 _scaled_mm = torch.ops.aten._scaled_mm_v2.out  # `torch.nn.functional.scaled_mm` has no `out`
 
 
@@ -32,7 +34,7 @@ class HopperFloat8(TritonFloat8):
     max_chosen = MAX_CHOSEN
 
     def is_early(self, rows: RowClass) -> bool:
-        return self.width <= WIDEST.get(rows, 0)
+        return self.width <= MOST_ROWS.get(rows, 0) * num_multiprocessors(self.matrix.values.device)
 
     def gemv(
         self, x_1X: torch.Tensor, out: torch.Tensor, norm: Norm | None, gated: bool = False, adds: bool = False,

@@ -1,12 +1,12 @@
 // Products of up to 64 tokens with a block-scaled matrix in float8, for Hopper. Called by `float8.py`.
 //
-// Memory-bound: the matrix is read once by copies that are always in flight, the first before the preceding kernel has finished. A block, alone
-// on its multiprocessor, has kPieces x 16 rows and one of the parts of the columns, so that all blocks run at once and few of them read the
-// tokens. Two warp groups take turns with 128 columns, each with its own stages, and add their sums at the end:
+// Memory-bound: each block copies its rows of the matrix asynchronously and starts before the preceding kernel has finished. A block has kPieces x
+// 16 rows and one split of the columns. It occupies a whole multiprocessor, and all blocks run concurrently, so that few blocks read the tokens.
+// One warp group multiplies the even chunks of 128 columns, the other one the odd chunks. Each has its own stages; the sums are added at the end:
 //
-//   tokens (64, 32 columns) from registers x W (16 rows, 32 columns) -> (64, 16): four such products of tensor cores, then the scales
+//   tokens (64, 32 columns) from registers x W (up to 96 rows, 32 columns) -> (64, 96): four tensor core instructions, then the scales
 //
-// Rows of shared memory have the 128-byte swizzle. Those of missing tokens keep what they are.
+// Rows of shared memory have the 128-byte swizzle. Rows of missing tokens are not written; their results are not stored.
 
 #include <algorithm>
 #include <array>
@@ -19,7 +19,7 @@ namespace float8_rows {
 
 using namespace hopper;
 
-constexpr int kTokens = 64, kRows = 16;  // of a product
+constexpr int kTokens = 64, kRows = 16;  // tokens; rows of a piece
 constexpr int kBlock = 128;  // rows or columns with one scale; bytes of a row of shared memory
 constexpr int kGroups = 2, kThreads = 128;  // threads of a group
 constexpr int kCopied = 16, kLanes = kBlock / kCopied, kRowsAtOnce = kThreads / kLanes;  // bytes that a thread copies at once
@@ -35,8 +35,6 @@ struct Params {
   int num_tokens, width, num_out, num_blocks, x_stride, stride;  // blocks of a part's columns
   bool is_float;
 };
-
-DEVICE void copy_word(uint32_t to, void const* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory"); }
 
 // Four 8 x 16-byte matrices, as wgmma expects a (64, 32) operand of float8 in registers.
 DEVICE void load_matrices(uint32_t (&x)[4], uint32_t from) {
@@ -82,7 +80,7 @@ struct Ring {
       if (first_row + piece * kRows < params.num_out) copy_async(to + place + piece * kRows * kBlock, from + int64_t(piece) * kRows * params.width);
     int const of_rows = first_row / kBlock + thread;
     if (thread < 4 && of_rows * kBlock < params.num_out)
-      copy_word(to + kAtScales + (kTokens + thread) * 4, params.scales + int64_t(of_rows) * params.stride + block);
+      copy_float(to + kAtScales + (kTokens + thread) * 4, params.scales + int64_t(of_rows) * params.stride + block);
   }
 
   DEVICE void copy_tokens(int stage, int block) const {
@@ -115,7 +113,7 @@ __global__ void __launch_bounds__(kGroups* kThreads, 1) multiply_rows(Params con
   int stage = 0;
   for (int block = first; block < end; block += kGroups) {
     wait_for_copies<kStages - 2>();
-    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kThreads) : "memory");  // a fence of proxies would wait for the copies in flight
+    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kThreads) : "memory");  // fence.proxy.async would wait for all copies
     int const next = block + (kStages - 1) * kGroups, free = (stage ? stage : kStages) - 1;
     if (next < end) ring.copy_weights(free, next), ring.copy_tokens(free, next);
     end_copies();
@@ -140,8 +138,8 @@ __global__ void __launch_bounds__(kGroups* kThreads, 1) multiply_rows(Params con
     }
     if (++stage == kStages) stage = 0;
   }
-  launch_dependents();  // earlier, blocks of the next kernel would crowd on the multiprocessors that are free
-  // Each group stores every other piece, with the other group's sums.
+  launch_dependents();  // if called earlier, blocks of the next kernel share the few idle multiprocessors
+  // Each group adds the other group's sums to half of the pieces and stores them.
   asm volatile("cp.async.wait_all;\nbar.sync %0, %1;" ::"r"(group + 1), "n"(kThreads) : "memory");
   auto part = [&](int of_group, int piece, int j) -> float& { return as<float>(memory + of_group * kOwn)[(piece * 8 + j) * kThreads + thread]; };
   UNROLL for (int piece = 0; piece < kPieces; ++piece)
@@ -184,7 +182,7 @@ void run(View x, View x_scales, View weight, View scales, View out) {
   TVM_FFI_ICHECK(params.num_blocks * num_parts * kBlock == params.width && weight.size(0) == params.num_out && params.num_out % kBlock == 0);
   TVM_FFI_ICHECK(x_scales.stride(0) == 1 && params.x_stride % 4 == 0 && scales.size(0) * kBlock == params.num_out);
   int const num_blocks = num_multiprocessors(x.device());
-  auto cost = [&](int pieces) {  // bytes that a multiprocessor reads, of tokens at half their price: from L2; and a block's overhead
+  auto cost = [&](int pieces) {  // rows read per multiprocessor: of W twice, since tokens come from L2; and the overhead of a block
     int const num_groups = (params.num_out + pieces * kRows - 1) / (pieces * kRows) * num_parts;
     return (num_groups + num_blocks - 1) / num_blocks * (pieces * kRows * 2 + params.num_tokens + kTokens);
   };

@@ -75,10 +75,6 @@ DEVICE void to_floats(uint4 const& piece, float (&values)[kPiece]) {
   }
 }
 
-DEVICE void copy_float(float* to, float const* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-
 DEVICE int chunks_of(int width) { return (width + kChunk - 1) / kChunk; }
 
 // 1 / x, correctly rounded for normal x and 1 / x. `__frcp_rn` handles all values, with so many instructions that fetching them takes longer

@@ -144,6 +144,10 @@ DEVICE void copy_async(uint32_t to, void const* from) {
 
 DEVICE void copy_async(void* to, void const* from) { copy_async(shared_address(to), from); }
 
+DEVICE void copy_float(uint32_t to, float const* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory"); }
+
+DEVICE void copy_float(float* to, float const* from) { copy_float(shared_address(to), from); }
+
 DEVICE void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most kLeft groups of this thread's copies are pending.

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from bench.client import Answer
 from bench.goodput import FEWEST_TOKENS, MOST_TOKENS, WORKLOADS, Point, conversations, measure_point, misses, search
-from tests.unit.bench.test_client import client_of, stream
+from tests.unit.bench.test_client import Handler, client_of, stream
 
 CHUNK = b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
 
@@ -38,6 +38,14 @@ def test_errors_and_late_tokens_are_misses() -> None:
     assert misses([prompt], {"ttft": 1.0, "itl": 0.1}) == {"ttft": 0.0, "itl": 0.0}
 
 
+def measured(handler: Handler, workload: str, duration: float, rate: float) -> Point:
+    async def run() -> Point:
+        async with client_of(handler) as client:
+            return await measure_point(argparse.Namespace(workload=workload, duration=duration, timeout=30.0), client, "m", rate, 0)
+
+    return asyncio.run(run())
+
+
 def test_conversations_resend_their_pictures_and_errors_end_them() -> None:
     sizes = []
 
@@ -46,25 +54,20 @@ def test_conversations_resend_their_pictures_and_errors_end_them() -> None:
         sizes.append(sum(part["type"] == "image_url" for each in messages if each["role"] == "user" for part in each["content"]))
         return web.Response(status=503) if sizes[-1] == 3 else await stream(request, CHUNK)
 
-    async def run() -> Point:
-        async with client_of(chat) as client:
-            return await measure_point(argparse.Namespace(workload="chat", duration=0.0, timeout=30.0), client, "m", 1.0, 0)
-
-    point = asyncio.run(run())
+    point = measured(chat, "chat", 0.0, 1.0)
     assert sizes == [1, 2, 3] and point.requests == 6 and point.missed["ttft"] == 4 / 6
 
 
-def test_a_point_ends_when_too_many_were_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def chat(request: web.Request) -> web.StreamResponse:
-        return web.Response(status=503)
+def test_a_point_has_its_rate_unless_too_many_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = 200
 
-    async def run() -> Point:
-        async with client_of(chat) as client:
-            return await measure_point(argparse.Namespace(workload="image", duration=30.0, timeout=30.0), client, "m", 200.0, 0)
+    async def chat(request: web.Request) -> web.StreamResponse:
+        return await stream(request, CHUNK) if status == 200 else web.Response(status=status)
 
     monkeypatch.setattr("bench.goodput.make_uris", lambda *_: [])
-    point = asyncio.run(run())
-    assert not point.holds and 50 < point.requests < 3000
+    assert measured(chat, "catalogue", 0.5, 40.0).requests == 20
+    status = 503
+    assert 50 < measured(chat, "image", 30.0, 200.0).requests < 3000
 
 
 def test_texts_of_the_catalogue_vary_within_their_bounds() -> None:

@@ -1,4 +1,4 @@
-"""A prefix that several new requests share is computed by the first of them; the others wait for it, and nobody else waits for them."""
+"""New requests that share a prefix: one computes it, the others wait."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""The planner against a brute-force worker: plans are right and all ends well."""
+"""The planner against a brute-force worker."""
 
 import hashlib
 import random

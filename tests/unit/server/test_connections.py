@@ -1,4 +1,4 @@
-"""Connections of every listener: limits of heads, refused bodies, what a proxy may understand differently, and clients that do not read."""
+"""Connections of every listener: limits of heads, refused bodies, request smuggling, and clients that do not read."""
 
 import asyncio
 import contextlib

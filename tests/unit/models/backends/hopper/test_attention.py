@@ -1,4 +1,4 @@
-"""Attention whose plan somebody else fills, with torch in place of the CUDA kernels."""
+"""Attention with a fixed plan, with torch in place of the CUDA kernels."""
 
 from dataclasses import replace
 
