@@ -13,8 +13,7 @@ class RowClass(IntEnum):
     capture. Bounds were measured on an H200."""
 
     SINGLE = 1  # matrix-vector product
-    HANDFUL = 16  # up to here our bfloat16 product is faster than cuBLAS's
-    FEW = 64  # up to here our float8 product is faster than cuBLAS's
+    FEW = 64  # up to here our product is faster than cuBLAS's
     SOME = 128  # up to here a float8 product added to the residual uses split-K
     SEVERAL = 304  # the same for bfloat16: with more tokens cuBLAS fills the device without split-K
     MANY = 1 << 30

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 FUSED_HEAD_DIM = 128  # the only one that `fused_decoding.cu` supports
 NO_HEADS = 0  # for a kernel independent of heads
-PRODUCTS = "few_rows", "float8_gemv", "float8_rows", "int4_gemv"
+PRODUCTS = "few_rows", "float8_gemv", "int4_gemv"
 ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"  # FlashInfer's other flags for it double the time of compilation
 BUILT = Path(__file__).with_name("built")  # NAME.KEY.so
 

@@ -1,177 +1,293 @@
-// Products of few tokens with a matrix in bfloat16, for Hopper, fused with SwiGLU or with the addition to the residual. Called by `few_rows.py`.
+// Products of up to 64 tokens with a matrix in bfloat16, also fused with SwiGLU, or in block-scaled float8, for Hopper. Called by `few_rows.py`.
 //
-// Memory-bound: the matrix is read once, in order, by copies that are always in flight, the first before the preceding kernel has finished. A block
-// has kTiles tiles of 16 rows at a time; its warps take turns with 64 columns of all of these rows, and add their sums at the end:
+// Memory-bound: a thread copies the matrix (TMA) into stages, the first ones before the preceding kernel has finished, another one the tokens. A
+// block occupies a multiprocessor and has a tile of kPieces x 16 rows of one split of the columns at a time. A warp group multiplies the even chunks
+// of 128 bytes of columns, another one the odd chunks; their sums are added at the end of a tile:
 //
-//   W (16 rows, 32 columns) x tokens (32 columns, 8) -> (16 rows, 8): two products of tensor cores
+//   tokens (64, 32 bytes) x W (up to 96 rows, 32 bytes) -> (64, 96): four tensor core instructions for a chunk
 //
-// A lane reads 16 bytes of row lane / 4 of W, of the row 8 below, and of token lane / 4. That orders the values of both operands alike, but not as
-// the products of tensor cores are defined, which makes no difference to a sum. If gated, a tile has 8 rows of the gate and the same 8 of the up
-// projection below, which are in the same lanes.
+// They run while the sums of the last chunk are scaled (float8). If gated, a piece has 8 rows of the gate, then the same 8 of the up projection,
+// whose sums the same threads have. Rows of shared memory have the 128-byte swizzle. Results of missing tokens are not stored.
+
+#include <cutlass/arch/barrier.h>
+#include <cutlass/cuda_host_adapter.hpp>
 
 #include <algorithm>
+#include <array>
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/arch/mma_sm90_gmma.hpp>
 
 #include "hopper_launch.cuh"
 
 namespace few_rows {
 
 using namespace hopper;
+using namespace cute::SM90;
 
-constexpr int kRows = 16, kHalf = kRows / 2;  // of a tile
-constexpr int kWarps = 8;
-constexpr int kMostTokens = 16;
-constexpr int kChunk = 128, kStep = 64;  // bytes of a row that a warp copies, and multiplies, at once
-constexpr int kCopied = 16;  // bytes that a lane copies at once
-constexpr int kLanes = kChunk / kCopied, kRowsAtOnce = 32 / kLanes;  // of a copy
-constexpr int kMostStages = 6;
-constexpr int kMemory = 216 << 10;  // bytes of shared memory; less holds back copies
+constexpr int kTokens = 64, kRows = 16, kHalf = kRows / 2;  // tokens; rows of a piece
+constexpr int kChunk = 128;  // bytes of a row of shared memory; rows or columns with one scale
+constexpr int kGroups = 2, kThreads = 128, kMultiplying = kGroups * kThreads, kCopying = 64;  // threads of a group; of a block
+constexpr int kMostScales = 1024;  // of W that a block needs
+constexpr int kMemory = 216 << 10, kMostStages = 16;
 
 struct Params {
-  unsigned char const* x;  // (num_tokens, width) bytes
-  unsigned char const* weight;  // (num_out, width), twice as many rows if gated
-  void* out;  // (num_tokens, num_out) in float32 or bfloat16
-  int num_tokens, width, num_out;
-  bool adds, is_float;
+  CUtensorMap x, weight;  // (T, width), and (pieces, 2, 8, width) bytes
+  float const* x_scales;  // (width / 128, x_stride)
+  float const* scales;  // (num_scales, stride)
+  void* out;  // (splits, T, num_out) in float32 or bfloat16
+  int num_tokens, num_out, num_tiles, num_chunks;  // chunks of a split
+  int x_stride, num_scales, stride;
+  bool is_float, is_gated;
 };
 
-// Stages of a warp: a chunk of each row of its tiles, then of each token. Odd rows have their halves exchanged, which avoids conflicts of banks.
-template <int kTiles, int kColumns, bool kGated>
-struct Ring {
-  static constexpr int kTileRows = kGated ? kHalf : kRows;
-  static constexpr int kTokens = kTiles * kRows * kChunk, kBytes = kTokens + kColumns * 8 * kChunk;
-  static constexpr int kParts = kWarps * kTiles * kColumns * 32 * int(sizeof(float4));
-  static constexpr int kStages = std::min(kMostStages, (kMemory - kParts) / (kWarps * kBytes));
-  static_assert(kStages >= 2, "a stage is copied while another one is multiplied");
-  Params const& params;
-  uint32_t address;  // of the stages in shared memory
-  int lane, num_tiles;
+template <bool kFloat8, int>
+struct Atom;
+#define ATOM(pieces, rows) \
+  template <> \
+  struct Atom<true, pieces> : GMMA::MMA_64x##rows##x32_F32E4M3E4M3_SS_TN<> {}; \
+  template <> \
+  struct Atom<false, pieces> : GMMA::MMA_64x##rows##x16_F32BF16BF16_SS<GMMA::Major::K, GMMA::Major::K> {};
+ATOM(1, 16)
+ATOM(2, 32)
+ATOM(4, 64)
+ATOM(6, 96)
+#undef ATOM
 
-  DEVICE uint32_t place(int stage, int row) const { return address + stage * kBytes + row * kChunk + (lane % kLanes ^ (row & 1) * 4) * kCopied; }
+template <bool kFloat8, int kN, int... I>
+DEVICE void multiply_async(float (&c)[kN * 8], uint64_t x, uint64_t w, bool adds, std::integer_sequence<int, I...>) {
+  Atom<kFloat8, kN>::fma(x, w, c[I]..., adds ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero);
+}
 
-  DEVICE void copy_weights(int stage, int tile, int chunk) const {
-    int const row_of_lane = lane / kLanes;
-    int64_t const between = kGated ? int64_t(params.num_out - kHalf) * params.width : 0;
-    unsigned char const* const from = params.weight + (int64_t(tile) * kTileRows + row_of_lane) * params.width + chunk * kChunk + lane % kLanes * kCopied;
-    uint32_t const to = place(stage, row_of_lane);
-    UNROLL for (int i = 0; i < kTiles; ++i) {
-      if (tile + i >= num_tiles) break;
-      UNROLL for (int row = 0; row < kRows; row += kRowsAtOnce)
-        copy_async(to + (i * kRows + row) * kChunk, from + int64_t(i * kTileRows + row) * params.width + (row < kHalf ? 0 : between));
-    }
-  }
+// c (64, 16 n) = x (64, 128 bytes) w (16 n, 128 bytes)', or += it.
+template <bool kFloat8, int kN>
+DEVICE void multiply_chunk(float (&c)[kN * 8], uint64_t x, uint64_t w) {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  UNROLL for (int step = 0; step < 4; ++step)
+    multiply_async<kFloat8, kN>(c, x + (step * 32 >> 4), w + (step * 32 >> 4), !kFloat8 || step > 0, std::make_integer_sequence<int, kN * 8>());
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 
-  // Columns of missing tokens keep what they are.
-  DEVICE void copy_tokens(int stage, int chunk) const {
-    UNROLL for (int row = 0; row < kColumns * 8; row += kRowsAtOnce) {
-      int const token = row + lane / kLanes;
-      if (token < params.num_tokens)
-        copy_async(place(stage, token) + kTokens, params.x + int64_t(token) * params.width + chunk * kChunk + lane % kLanes * kCopied);
-    }
+// Waits until at most kLeft chunks are being multiplied; `c` has sums of another one.
+template <int kLeft, int kCount>
+DEVICE void wait_for_products(float (&c)[kCount]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+  UNROLL for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(c[i])::"memory");
+}
+
+// Describes rows in shared memory.
+DEVICE uint64_t matrix_at(unsigned char const* place) {
+  return shared_address(place) >> 4 | uint64_t(1) << 16 | uint64_t(8 * kChunk >> 4) << 32 | uint64_t(1) << 62;
+}
+
+// A stage: a chunk of the rows of W, then of the tokens, then the tokens' scales.
+template <int kPieces>
+struct Stage {
+  static constexpr int kAtTokens = kPieces * kRows * kChunk, kAtScales = kAtTokens + kTokens * kChunk, kBytes = kAtScales + 1024;
+  static constexpr int kParts = kPieces * 8 * kThreads * int(sizeof(float));  // once per block: sums that a group adds to the other one's
+  static constexpr int kStages = std::min(kMostStages, (kMemory - kParts) / kBytes) / kGroups * kGroups;  // each is of one group
+  static constexpr int kAtOnce = kPieces == 3 ? 4 : kPieces == 5 ? 6 : kPieces;  // pieces of an instruction, the last one without use
+};
+
+// Stage of a chunk, and the parity of its use.
+template <int kStages>
+struct Place {
+  int stage, phase = 0;
+
+  DEVICE void advance(int by) {
+    if ((stage += by) >= kStages) stage -= kStages, phase ^= 1;
   }
 };
 
-template <int kTiles, int kColumns, bool kGated>
-__global__ void __launch_bounds__(32 * kWarps) multiply_rows(Params const params) {
-  using Stages = Ring<kTiles, kColumns, kGated>;
-  constexpr int kTileRows = Stages::kTileRows, kStages = Stages::kStages;
-  extern __shared__ __align__(128) unsigned char memory[];
-  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int const num_tiles = params.num_out / kTileRows, round = int(gridDim.x) * kTiles, num_chunks = params.width / kChunk;
-  unsigned char* const own = memory + warp * kStages * Stages::kBytes;
-  float4* const parts = as<float4>(memory + kWarps * kStages * Stages::kBytes);  // (warps, tiles, columns, lanes)
-  Stages const ring{params, shared_address(own), lane, num_tiles};
-  int next_tile = int(blockIdx.x) * kTiles, next_chunk = warp;
-  auto advance = [&] {
-    if ((next_chunk += kWarps) >= num_chunks) next_chunk = warp, next_tile += round;
-  };
-  auto has_next = [&] { return next_chunk < num_chunks && next_tile < num_tiles; };
-  for (int i = 0; i + 1 < kStages; ++i, advance())
-    if (has_next()) ring.copy_weights(i, next_tile, next_chunk);
-  start();
-  if (warp < num_chunks)
-    for (int i = 0, chunk = warp; i + 1 < kStages; ++i, chunk = chunk + kWarps < num_chunks ? chunk + kWarps : warp) ring.copy_tokens(i, chunk);
-  asm volatile("cp.async.wait_all;" ::: "memory");
-  int stage = 0;
-  for (int tile = int(blockIdx.x) * kTiles; tile < num_tiles; tile += round) {
-    float sums[kTiles][kColumns][4] = {};
-    for (int chunk = warp; chunk < num_chunks; chunk += kWarps) {
-      wait_for_copies<kStages - 2>();
-      __syncwarp();
-      int const free = (stage ? stage : kStages) - 1;
-      if (has_next()) ring.copy_weights(free, next_tile, next_chunk), ring.copy_tokens(free, next_chunk);
-      advance();
-      end_copies();
-      unsigned char const* const rows = own + stage * Stages::kBytes + lane / 4 * kChunk + lane % 4 * kCopied;
-      UNROLL for (int half = 0; half < kChunk / kStep; ++half) {
-        unsigned char const* const of_half = rows + (half ^ (lane / 4 & 1)) * kStep;
-        uint4 x[kColumns];
-        UNROLL for (int column = 0; column < kColumns; ++column) x[column] = *as<uint4>(of_half + Stages::kTokens + column * 8 * kChunk);
-        UNROLL for (int i = 0; i < kTiles; ++i) {
-          uint4 const upper = *as<uint4>(of_half + i * kRows * kChunk), lower = *as<uint4>(of_half + (i * kRows + kHalf) * kChunk);
-          uint32_t const first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
-          UNROLL for (int column = 0; column < kColumns; ++column) {
-            multiply(sums[i][column], first, x[column].x, x[column].y);
-            multiply(sums[i][column], second, x[column].z, x[column].w);
-          }
+template <bool kFloat8, int kPieces>
+__global__ void __launch_bounds__(kMultiplying + kCopying, 1) multiply_rows(Params const __grid_constant__ params) {
+  using S = Stage<kPieces>;
+  constexpr int kStages = S::kStages, kSums = S::kAtOnce * 8;
+  extern __shared__ __align__(1024) unsigned char memory[];
+  __shared__ uint64_t full[kStages], empty[kStages];
+  __shared__ float scales[kFloat8 ? kMostScales : 1];  // (tiles, 2, chunks)
+  int const thread = threadIdx.x % kThreads, lane = thread % 32, group = __shfl_sync(~0u, threadIdx.x / kThreads, 0);  // known to be uniform
+  int const num_chunks = params.num_chunks, first = int(blockIdx.y) * num_chunks, step = int(gridDim.x);
+  if (threadIdx.x == kMultiplying) {
+    for (int i = 0; i < kStages; ++i) cute::initialize_barrier(full[i], kCopying / 32), cute::initialize_barrier(empty[i], kThreads / 32);
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+  if (group == kGroups) {
+    if (lane > 0) return;
+    bool const is_weights = thread == 0;
+    int const scale_bytes = kFloat8 ? (params.num_tokens + 3) / 4 * 16 : 0;
+    uint32_t const num_bytes = is_weights ? S::kAtTokens : (params.num_tokens + 7) / 8 * 8 * kChunk + scale_bytes;
+    if (!is_weights) cute::prefetch_tma_descriptor(&params.x), wait_for_preceding_kernel();
+    Place<kStages> place{0};
+    int copied = 0;
+    for (int tile = blockIdx.x; tile < params.num_tiles; tile += step)
+      for (int chunk = first; chunk < first + num_chunks; ++chunk, place.advance(1)) {
+        if (++copied > kStages) cute::wait_barrier(empty[place.stage], place.phase ^ 1);
+        uint64_t* const barrier = &full[place.stage];
+        unsigned char* const to = memory + place.stage * S::kBytes;
+        cute::set_barrier_transaction_bytes(*barrier, num_bytes);
+        if (is_weights) {
+          auto const once = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);
+          cute::SM90_TMA_LOAD_4D::copy(&params.weight, barrier, once, to, chunk * kChunk, 0, 0, tile * kPieces);
+        } else {
+          auto const often = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+          cute::SM90_TMA_LOAD_2D::copy(&params.x, barrier, often, to + S::kAtTokens, chunk * kChunk, 0);
+          float const* const of_chunk = params.x_scales + int64_t(chunk) * params.x_stride;
+          if (kFloat8) cute::SM90_BULK_COPY_G2S::copy(of_chunk, barrier, to + S::kAtScales, scale_bytes);
         }
       }
-      if (++stage == kStages) stage = 0;
-      __syncwarp();
+    return;
+  }
+  auto wait_for_groups = [] { asm volatile("bar.sync 1, %0;" ::"n"(kMultiplying) : "memory"); };
+  if (kFloat8) {
+    for (int i = threadIdx.x; i < (params.num_tiles + step - 1) / step * 2 * num_chunks; i += kMultiplying) {
+      int const tile = int(blockIdx.x) + i / num_chunks / 2 * step, row = tile * kPieces * kRows / kChunk + i / num_chunks % 2;
+      if (row < params.num_scales) scales[i] = params.scales[int64_t(row) * params.stride + first + i % num_chunks];
     }
-    UNROLL for (int i = 0; i < kTiles; ++i)
-      UNROLL for (int column = 0; column < kColumns; ++column)
-        parts[((warp * kTiles + i) * kColumns + column) * 32 + lane] = *as<float4>(sums[i][column]);
-    __syncthreads();
-    for (int i = threadIdx.x; i < kTiles * kColumns * 32; i += 32 * kWarps) {
-      float total[4] = {};
-      UNROLL for (int w = 0; w < kWarps; ++w) {
-        float4 const part = parts[w * kTiles * kColumns * 32 + i];
-        total[0] += part.x, total[1] += part.y, total[2] += part.z, total[3] += part.w;
+    wait_for_groups();
+  }
+  int const token = thread / 32 * 16 + lane / 4;  // of results
+  float* const parts = as<float>(memory + kStages * S::kBytes);
+  float const* row_scales = scales;
+  Place<kStages> place{group};
+  for (int tile = blockIdx.x, done = 0; tile < params.num_tiles; tile += step, done += num_chunks, row_scales += 2 * num_chunks) {
+    int const first_row = tile * kPieces * kRows;
+    float totals[kSums] = {}, sums[2][kFloat8 ? kSums : 1], x_scale[2][2], row_scale[2][2];
+    auto add_scaled = [&](int turn) {
+      UNROLL for (int piece = 0; piece < kPieces; ++piece) {
+        float const scale = first_row % kChunk + piece * kRows < kChunk ? row_scale[turn][0] : row_scale[turn][1];
+        UNROLL for (int j = 0; j < 8; ++j) totals[piece * 8 + j] += sums[turn][piece * 8 + j] * (scale * x_scale[turn][j / 2 % 2]);
       }
-      int const of_part = tile + i / (32 * kColumns), token = i / 32 % kColumns * 8 + lane % 4 * 2;
-      if (of_part >= num_tiles) continue;
-      UNROLL for (int j = 0; j < (kGated ? 2 : 4); ++j) {
-        if (token + j % 2 >= params.num_tokens) continue;
-        int64_t const place = int64_t(token + j % 2) * params.num_out + of_part * kTileRows + lane / 4 + j / 2 * kHalf;
-        float const value = kGated ? silu(total[j]) * total[j + 2] : total[j];
-        if (params.is_float) as<float>(params.out)[place] = value;
-        else put(as<BFloat16>(params.out) + place, value, params.adds);
+    };
+    auto release_last = [&] {
+      if (lane == 0) cute::arrive_barrier(empty[place.stage < kGroups ? place.stage + kStages - kGroups : place.stage - kGroups]);
+    };
+    // Multiplies a chunk, the group's even or odd one, and completes the last one.
+    auto multiply = [&](int chunk, auto of_turn, auto has_last) {
+      constexpr int turn = of_turn();
+      cute::wait_barrier(full[place.stage], place.phase);
+      unsigned char const* const at = memory + place.stage * S::kBytes;
+      if constexpr (kFloat8) {
+        multiply_chunk<true, S::kAtOnce>(sums[turn], matrix_at(at + S::kAtTokens), matrix_at(at));
+        UNROLL for (int i = 0; i < 2; ++i) {
+          x_scale[turn][i] = as<float>(at + S::kAtScales)[token + i * 8];
+          row_scale[turn][i] = row_scales[i * num_chunks + chunk];
+        }
+        if constexpr (has_last()) wait_for_products<1>(sums[1 - turn]), add_scaled(1 - turn);
+      } else {
+        multiply_chunk<false, S::kAtOnce>(totals, matrix_at(at + S::kAtTokens), matrix_at(at));
+        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+      }
+      if (has_last()) release_last();
+      place.advance(kGroups);
+    };
+    auto finish = [&](auto turn) {
+      if constexpr (kFloat8) wait_for_products<0>(sums[turn()]), add_scaled(turn());
+      else wait_for_products<0>(totals);
+      release_last();
+    };
+    std::integral_constant<int, 0> const even{};
+    std::integral_constant<int, 1> const odd{};
+    if (int chunk = (group ^ done) & 1; chunk < num_chunks) {
+      multiply(chunk, even, std::false_type());
+      while (true) {  // the compiler must know which registers products use
+        if ((chunk += kGroups) >= num_chunks) {
+          finish(even);
+          break;
+        }
+        multiply(chunk, odd, std::true_type());
+        if ((chunk += kGroups) >= num_chunks) {
+          finish(odd);
+          break;
+        }
+        multiply(chunk, even, std::true_type());
       }
     }
-    __syncthreads();
+    if (tile + step >= params.num_tiles) launch_dependents();  // earlier, blocks of the next kernel share the few idle multiprocessors
+    // Each group adds the other group's sums to half of the pieces and stores them.
+    auto part = [&](int piece, int j) -> float& { return parts[(piece * 8 + j) * kThreads + thread]; };
+    wait_for_groups();
+    UNROLL for (int piece = 0; piece < kPieces; ++piece)
+      UNROLL for (int j = 0; j < 8; ++j)
+        if (piece % kGroups != group) part(piece, j) = totals[piece * 8 + j];
+    wait_for_groups();
+    UNROLL for (int piece = 0; piece < kPieces; ++piece) {
+      int const row = params.is_gated ? first_row / 2 + piece * kHalf : first_row + piece * kRows;
+      if (piece % kGroups != group || row >= params.num_out) continue;
+      float* const total = totals + piece * 8;
+      UNROLL for (int j = 0; j < 8; ++j) total[j] += part(piece, j);
+      if (params.is_gated)
+        UNROLL for (int j = 0; j < 4; ++j) total[j] = silu(total[j]) * total[j + 4];
+      UNROLL for (int j = 0; j < 8; j += 2) {
+        int const of_token = token + j / 2 % 2 * 8;
+        if (of_token >= params.num_tokens || (params.is_gated && j >= 4)) continue;
+        int64_t const place = (int64_t(blockIdx.y) * params.num_tokens + of_token) * params.num_out + row + j / 4 * kHalf + lane % 4 * 2;
+        if (params.is_float) *as<float2>(as<float>(params.out) + place) = {total[j], total[j + 1]};
+        else *as<uint32_t>(as<BFloat16>(params.out) + place) = pack(total[j], total[j + 1]);
+      }
+    }
   }
 }
 
-template <int kTiles, int kColumns, bool kGated>
-void launch(Params const& params, int num_blocks, DLDevice device) {
-  using Stages = Ring<kTiles, kColumns, kGated>;
-  int const num_groups = (params.num_out / Stages::kTileRows + kTiles - 1) / kTiles;
-  int const num_bytes = kWarps * Stages::kStages * Stages::kBytes + Stages::kParts;
-  launch_early(multiply_rows<kTiles, kColumns, kGated>, params, std::min(num_groups, num_blocks), 32 * kWarps, num_bytes, device);
+// Describes a tensor of bytes for TMA, which copies a box. Values of the first dimension are contiguous. Reads outside the tensor give zeros.
+template <size_t kDims>
+CUtensorMap map_of(void const* values, std::array<int64_t, kDims> shape, std::array<int64_t, kDims> strides, std::array<int, kDims> box) {
+  CUtensorMap map;
+  cuuint64_t shapes[kDims], bytes[kDims];
+  cuuint32_t boxes[kDims], steps[kDims];
+  for (size_t i = 0; i < kDims; ++i) shapes[i] = shape[i], bytes[i] = strides[i], boxes[i] = box[i], steps[i] = 1;
+  CUresult const status = CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
+      &map, CU_TENSOR_MAP_DATA_TYPE_UINT8, kDims, const_cast<void*>(values), shapes, bytes + 1, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);  // no promotion: 2 % faster
+  TVM_FFI_ICHECK(status == CUDA_SUCCESS) << "few_rows: tensor map, error " << status;
+  return map;
 }
 
-// As many tiles at once as need the fewest rounds of them.
-template <int kColumns, bool kGated>
-void launch(Params const& params, DLDevice device) {
-  int const num_tiles = params.num_out / (kGated ? kHalf : kRows), num_blocks = num_multiprocessors(device);
-  auto rounds = [&](int tiles) { return (num_tiles + tiles * num_blocks - 1) / (tiles * num_blocks) * tiles; };
-  auto const run = rounds(3) <= std::min(rounds(1), rounds(2)) ? launch<3, kColumns, kGated>
-                   : rounds(2) <= rounds(1)                    ? launch<2, kColumns, kGated>
-                                                               : launch<1, kColumns, kGated>;
-  run(params, num_blocks, device);
+template <bool kFloat8, int kPieces>
+void launch(Params& params, View weight, void const* values, int num_splits) {
+  using S = Stage<kPieces>;
+  int64_t const rows = weight.size(0), width = weight.size(1) * (kFloat8 ? 1 : sizeof(BFloat16));
+  int64_t const half = params.is_gated ? rows / 2 : kHalf, piece = params.is_gated ? kHalf : kRows;  // distances in rows
+  params.weight = map_of<4>(values, {width, kHalf, 2, rows / kRows}, {1, width, half * width, piece * width}, {kChunk, kHalf, 2, kPieces});
+  params.num_tiles = int((rows / kRows + kPieces - 1) / kPieces);
+  dim3 const grid(std::min(params.num_tiles, num_multiprocessors(weight.device()) / num_splits), num_splits);
+  TVM_FFI_ICHECK(!kFloat8 || (params.num_tiles + int(grid.x) - 1) / int(grid.x) * 2 * params.num_chunks <= kMostScales);
+  launch_early(multiply_rows<kFloat8, kPieces>, params, grid, kMultiplying + kCopying, S::kStages * S::kBytes + S::kParts, weight.device());
 }
 
-// x (T, K), weight (N, K), out (T, N), or (T, N / 2) if gated, in float32 or bfloat16. At most kMostTokens; K is a multiple of 64, N of 16.
-void run(View x, View weight, View out, bool is_gated, bool adds) {
+template <bool kFloat8>
+void launch_fastest(Params& params, View weight, void const* values, int num_splits) {
+  constexpr std::array launches{launch<kFloat8, 1>, launch<kFloat8, 2>, launch<kFloat8, 3>,
+                                launch<kFloat8, 4>, launch<kFloat8, 5>, launch<kFloat8, 6>};
+  int const num_blocks = num_multiprocessors(weight.device()) / num_splits, num_pieces = int(weight.size(0)) / kRows;
+  auto cost = [&](int pieces) {  // rows read per multiprocessor: of W twice, since tokens come from L2; and the overhead of a tile
+    int const num_tiles = (num_pieces + pieces - 1) / pieces;
+    return (num_tiles + num_blocks - 1) / num_blocks * (pieces * kRows * 2 + params.num_tokens + kTokens);
+  };
+  int best = 1;
+  for (int pieces = 2; pieces <= int(launches.size()); ++pieces) best = cost(pieces) < cost(best) ? pieces : best;
+  launches[best - 1](params, weight, values, num_splits);
+}
+
+// x (>= T, K), weight (N, K), out (splits, T, N), or (1, T, N / 2) if gated, in float32 or bfloat16. Of float8 values as bytes: x_scales
+// (>= T, K / 128), column-major, scales (N / 128, >= K / 128).
+void run(View x, Optional x_scales, View weight, Optional scales, View out, bool is_gated) {
   Params params{};
-  params.x = bytes_of(x, false), params.weight = bytes_of(weight, false), params.is_float = is_float(out), params.adds = adds;
-  params.out = bytes_of(out, params.is_float);
-  params.num_tokens = int(out.size(0)), params.num_out = int(out.size(1)), params.width = int(x.size(1) * sizeof(BFloat16));
-  TVM_FFI_ICHECK(params.num_tokens > 0 && params.num_tokens <= kMostTokens && x.size(0) == out.size(0) && x.size(1) == weight.size(1));
-  TVM_FFI_ICHECK(params.width % kChunk == 0 && weight.size(0) % kRows == 0 && weight.size(0) == params.num_out * (is_gated ? 2 : 1));
-  auto const launch_columns = is_gated ? (params.num_tokens <= 8 ? launch<1, true> : launch<2, true>)
-                                       : (params.num_tokens <= 8 ? launch<1, false> : launch<2, false>);
-  launch_columns(params, x.device());
+  bool const is_float8 = bool(scales);
+  auto bytes = [&](View of) { return is_float8 ? static_cast<unsigned char*>(values_of(of)) : bytes_of(of, false); };
+  int const num_splits = int(out.size(0)), width = int(x.size(1) * (is_float8 ? 1 : sizeof(BFloat16)));
+  params.is_float = is_float(out), params.is_gated = is_gated, params.out = bytes_of(out, params.is_float);
+  params.num_tokens = int(out.size(1)), params.num_out = int(out.size(2)), params.num_chunks = width / kChunk / num_splits;
+  params.x_scales = values_of(x_scales, true), params.scales = values_of(scales);
+  TVM_FFI_ICHECK(params.num_tokens > 0 && params.num_tokens <= kTokens && params.num_tokens <= x.size(0) && x.size(1) == weight.size(1));
+  TVM_FFI_ICHECK(params.num_chunks * num_splits * kChunk == width && weight.size(0) == params.num_out * (is_gated ? 2 : 1));
+  TVM_FFI_ICHECK(weight.size(0) % kRows == 0 && !(is_gated && is_float8));
+  if (is_float8) {
+    params.x_stride = int((*x_scales).stride(1)), params.num_scales = int((*scales).size(0)), params.stride = int((*scales).size(1));
+    TVM_FFI_ICHECK((*x_scales).stride(0) == 1 && params.x_stride % 4 == 0 && params.num_scales * kChunk == params.num_out);
+  }
+  params.x = map_of<2>(bytes(x), {width, params.num_tokens}, {1, width}, {kChunk, (params.num_tokens + 7) / 8 * 8});
+  (is_float8 ? launch_fastest<true> : launch_fastest<false>)(params, weight, bytes(weight), num_splits);
 }
 
 }  // namespace few_rows

@@ -1,30 +1,18 @@
-"""Float8 products on Hopper: `float8_gemv.cu` for a single token, also with its experts, `float8_rows.cu` for few tokens (our Triton kernel
-if there are many rows), cuBLAS for more tokens."""
-
-import math
+"""Float8 products on Hopper: `float8_gemv.cu` for a single token, also with its experts, `few_rows.cu` for few tokens, cuBLAS for more."""
 
 import torch
 from torch.nn.functional import ScalingType
 
+from models.kernels.hopper import few_rows
 from models.kernels.hopper.compile import NO_HEADS, load_kernel
 from models.kernels.stream import Activation, Residual, RowClass
 from models.kernels.triton.activations import rounded
 from models.kernels.triton.float8 import TritonFloat8
 from models.kernels.triton.gemv import Norm
-from models.kernels.triton.launch import num_multiprocessors
-from models.weights.float8 import BLOCK, BlockScaled, GroupScaled
+from models.weights.float8 import GroupScaled
 
 MAX_CHOSEN = 12
-PARTS = 2  # split-K partial sums of a product that is added to the residual
-MOST_ROWS = {RowClass.HANDFUL: 240, RowClass.FEW: 288}  # rows of a matrix per multiprocessor up to which `float8_rows.cu` is the fastest
 _scaled_mm = torch.ops.aten._scaled_mm_v2.out  # `torch.nn.functional.scaled_mm` has no `out`
-
-
-def multiply_few(x_TK: GroupScaled, weight_NK: BlockScaled, out_STN: torch.Tensor) -> torch.Tensor:
-    """Write split-K partial sums of x @ weight.T in float32 or bfloat16 for up to RowClass.FEW tokens, and return them."""
-    x, weight = x_TK.padded.view(torch.uint8), weight_NK.values.view(torch.uint8)
-    load_kernel("float8_rows", NO_HEADS).run(x, x_TK.scales, weight, weight_NK.padded_scales, out_STN)
-    return out_STN
 
 
 class HopperFloat8(TritonFloat8):
@@ -34,7 +22,7 @@ class HopperFloat8(TritonFloat8):
     max_chosen = MAX_CHOSEN
 
     def is_early(self, rows: RowClass) -> bool:
-        return self.width <= MOST_ROWS.get(rows, 0) * num_multiprocessors(self.matrix.values.device)
+        return rows <= RowClass.FEW
 
     def gemv(
         self, x_1X: torch.Tensor, out: torch.Tensor, norm: Norm | None, gated: bool = False, adds: bool = False,
@@ -49,9 +37,7 @@ class HopperFloat8(TritonFloat8):
     def multiply(self, x_TX: GroupScaled, rows: RowClass, room_PN: torch.Tensor | None = None) -> torch.Tensor:
         if self.is_early(rows):
             out_TN = x_TX.padded.new_empty((len(x_TX), self.width), dtype=torch.bfloat16) if room_PN is None else room_PN[: len(x_TX)]
-            return multiply_few(x_TX, self.matrix, out_TN[None])[0]
-        if rows <= RowClass.HANDFUL:
-            return super().multiply(x_TX, rows, room_PN)
+            return few_rows.multiply(x_TX, self.matrix, out_TN)
         weight_KN, weight_scales = self.matrix.transposed
         y_TN = x_TX.padded.new_empty((len(x_TX.padded), self.width), dtype=torch.bfloat16) if room_PN is None else room_PN
         _scaled_mm(
@@ -61,11 +47,10 @@ class HopperFloat8(TritonFloat8):
         return y_TN if len(y_TN) == len(x_TX) else y_TN[: len(x_TX)]
 
     def add_many_to(self, residual: Residual, x_TX: Activation, rows: RowClass) -> None:
-        if not self.is_early(rows):
-            return super().add_many_to(residual, x_TX, rows)
-        x_TX = rounded(x_TX, True)
-        num_parts = math.gcd(PARTS, self.matrix.shape[1] // BLOCK)
-        residual.add_(multiply_few(x_TX, self.matrix, residual.room(num_parts, len(x_TX), self.width, dtype=torch.float32)))
+        if self.is_early(rows):
+            few_rows.add(residual, rounded(x_TX, True), self.matrix)
+        else:
+            super().add_many_to(residual, x_TX, rows)
 
     def expert_swiglu(self, x_1D: torch.Tensor, chosen_K: torch.Tensor) -> torch.Tensor:
         inner_KI = x_1D.new_empty((len(chosen_K), self.width // self.count // 2))

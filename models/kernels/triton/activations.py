@@ -23,9 +23,10 @@ def single_of(x_TX: Activation, rows: RowClass) -> tuple[torch.Tensor, Norm | No
     return x_TX.stream_TD, (x_TX.weight_D, x_TX.eps)
 
 
-def values_of(x_TX: Activation) -> torch.Tensor:
+def values_of(x_TX: Activation, is_early: bool = False) -> torch.Tensor:
+    """`is_early`: see `rms_norm`."""
     if isinstance(x_TX, Normed):
-        return rms_norm(x_TX, torch.empty_like(x_TX.stream_TD))
+        return rms_norm(x_TX, torch.empty_like(x_TX.stream_TD), is_early)
     assert isinstance(x_TX, torch.Tensor)
     return x_TX
 
