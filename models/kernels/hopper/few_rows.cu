@@ -8,6 +8,8 @@
 //
 // They run while the sums of the last chunk are scaled (float8). If gated, a piece has 8 rows of the gate, then the same 8 of the up projection,
 // whose sums the same threads have. Rows of shared memory have the 128-byte swizzle. Results of missing tokens are not stored.
+//
+// Compiled with `-Xptxas -v` it must have no message C7510 or C7514 (serialized products), which a call or a divergent loop would cause.
 
 #include <cutlass/arch/barrier.h>
 #include <cutlass/cuda_host_adapter.hpp>
@@ -26,8 +28,8 @@ using namespace cute::SM90;
 
 constexpr int kTokens = 64, kRows = 16, kHalf = kRows / 2;  // tokens; rows of a piece
 constexpr int kChunk = 128;  // bytes of a row of shared memory; rows or columns with one scale
-constexpr int kGroups = 2, kThreads = 128, kMultiplying = kGroups * kThreads, kCopying = 64;  // threads of a group; of a block
-constexpr int kMostScales = 1024;  // of W that a block needs
+constexpr int kGroups = 2, kThreads = 128, kMultiplying = kGroups * kThreads, kCopying = 64;  // threads
+constexpr int kMostScales = 1024;  // of W that a block needs; the published sizes need up to 400
 constexpr int kMemory = 216 << 10, kMostStages = 16;
 
 struct Params {
@@ -251,7 +253,8 @@ void launch(Params& params, View weight, void const* values, int num_splits) {
   params.weight = map_of<4>(values, {width, kHalf, 2, rows / kRows}, {1, width, half * width, piece * width}, {kChunk, kHalf, 2, kPieces});
   params.num_tiles = int((rows / kRows + kPieces - 1) / kPieces);
   dim3 const grid(std::min(params.num_tiles, num_multiprocessors(weight.device()) / num_splits), num_splits);
-  TVM_FFI_ICHECK(!kFloat8 || (params.num_tiles + int(grid.x) - 1) / int(grid.x) * 2 * params.num_chunks <= kMostScales);
+  int const num_scales = (params.num_tiles + int(grid.x) - 1) / int(grid.x) * 2 * params.num_chunks;
+  TVM_FFI_ICHECK(!kFloat8 || num_scales <= kMostScales) << "few_rows: a matrix with too many scales";
   launch_early(multiply_rows<kFloat8, kPieces>, params, grid, kMultiplying + kCopying, S::kStages * S::kBytes + S::kParts, weight.device());
 }
 

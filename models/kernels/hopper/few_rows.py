@@ -17,8 +17,8 @@ ROWS, CHUNK = 16, 128  # the kernel multiplies multiples of so many rows and byt
 
 
 def multiply(x_TK: torch.Tensor | GroupScaled, weight_NK: Plain | BlockScaled, out: torch.Tensor, gated: bool = False) -> torch.Tensor:
-    """Write x @ weight.T to `out` (T, N), or split-K partial sums to (S, T, N), and return it; if `gated`, silu(g) * u of its halves
-    g and u. In float32 or bfloat16."""
+    """Write x @ weight.T to `out` (T, N), or split-K partial sums to (S, T, N), and return it; if `gated`, write silu(g) * u
+    instead, of the product's halves g and u. `out` has float32 or bfloat16."""
     kernel, out_STN = load_kernel("few_rows", NO_HEADS), out.view(-1, *out.shape[-2:])
     if isinstance(x_TK, torch.Tensor):
         kernel.run(x_TK, None, weight_NK.values, None, out_STN, gated)
@@ -31,8 +31,8 @@ def multiply(x_TK: torch.Tensor | GroupScaled, weight_NK: Plain | BlockScaled, o
 
 def add(residual: Residual, x_TK: torch.Tensor | GroupScaled, weight_NK: Plain | BlockScaled) -> None:
     """Add x @ weight.T to the residual."""
-    num_rows, num_bytes = len(weight_NK.values), weight_NK.values[0].nbytes
-    num_parts = math.gcd(PARTS, num_bytes // CHUNK)
+    num_rows, width = weight_NK.shape
+    num_parts = math.gcd(PARTS, width * weight_NK.values.itemsize // CHUNK)
     residual.add_(multiply(x_TK, weight_NK, residual.room(num_parts, len(x_TK), num_rows, dtype=torch.float32)))
 
 
@@ -41,8 +41,8 @@ class HopperPlain(TritonPlain):
 
     def __init__(self, matrix: Plain, count: int = 1) -> None:
         super().__init__(matrix, count)
-        num_rows, _ = matrix.shape
-        is_fast = num_rows >= LEAST_ROWS and num_rows % ROWS == 0 and matrix.values[0].nbytes % CHUNK == 0
+        num_rows, width = matrix.shape
+        is_fast = num_rows >= LEAST_ROWS and num_rows % ROWS == 0 and width * matrix.values.itemsize % CHUNK == 0
         self._most_rows = RowClass.FEW if is_fast else 0
 
     def product_of_many(self, x_TX: Activation, rows: RowClass, out_TN: torch.Tensor | None) -> torch.Tensor:

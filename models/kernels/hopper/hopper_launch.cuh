@@ -138,15 +138,13 @@ DEVICE void store_in(int rank, float* mine, float value) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address_in(rank, mine)), "f"(value) : "memory");
 }
 
-DEVICE void copy_async(uint32_t to, void const* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+DEVICE void copy_async(void* to, void const* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 
-DEVICE void copy_async(void* to, void const* from) { copy_async(shared_address(to), from); }
-
-DEVICE void copy_float(uint32_t to, float const* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory"); }
-
-DEVICE void copy_float(float* to, float const* from) { copy_float(shared_address(to), from); }
+DEVICE void copy_float(float* to, float const* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
 
 DEVICE void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
