@@ -30,7 +30,7 @@ constexpr int kTokens = 64, kRows = 16, kHalf = kRows / 2;  // tokens; rows of a
 constexpr int kChunk = 128;  // bytes of a row of shared memory; rows or columns with one scale
 constexpr int kGroups = 2, kThreads = 128, kMultiplying = kGroups * kThreads, kCopying = 64;  // threads
 constexpr int kMostScales = 1024;  // of W that a block needs; the published sizes need up to 400
-constexpr int kMemory = 216 << 10, kMostStages = 16;
+constexpr int kMemory = 216 << 10, kMostStages = 16;  // bytes; the rest of a multiprocessor is for blocks of other kernels
 
 struct Params {
   CUtensorMap x, weight;  // (T, width), and (pieces, 2, 8, width) bytes
@@ -38,6 +38,7 @@ struct Params {
   float const* scales;  // (num_scales, stride)
   void* out;  // (splits, T, num_out) in float32 or bfloat16
   int num_tokens, num_out, num_tiles, num_chunks;  // chunks of a split
+  int num_stages, stage_bytes;  // a stage: a chunk of the rows of W, then of the tokens, padded to a multiple of 8
   int x_stride, num_scales, stride;
   bool is_float, is_gated;
 };
@@ -81,36 +82,37 @@ DEVICE uint64_t matrix_at(unsigned char const* place) {
   return shared_address(place) >> 4 | uint64_t(1) << 16 | uint64_t(8 * kChunk >> 4) << 32 | uint64_t(1) << 62;
 }
 
-// A stage: a chunk of the rows of W, then of the tokens, then the tokens' scales.
+// Shared memory of a block: stages, then their tokens' scales, then sums that a group adds to the other one's.
 template <int kPieces>
-struct Stage {
-  static constexpr int kAtTokens = kPieces * kRows * kChunk, kAtScales = kAtTokens + kTokens * kChunk, kBytes = kAtScales + 1024;
-  static constexpr int kParts = kPieces * 8 * kThreads * int(sizeof(float));  // once per block: sums that a group adds to the other one's
-  static constexpr int kStages = std::min(kMostStages, (kMemory - kParts) / kBytes) / kGroups * kGroups;  // each is of one group
+struct Layout {
+  static constexpr int kWeightBytes = kPieces * kRows * kChunk, kScaleBytes = kTokens * int(sizeof(float));  // of a stage
+  static constexpr int kParts = std::max(kPieces * 8 * kThreads * int(sizeof(float)), kTokens * kChunk);  // products read past the tokens
   static constexpr int kAtOnce = kPieces == 3 ? 4 : kPieces == 5 ? 6 : kPieces;  // pieces of an instruction, the last one without use
 };
 
 // Stage of a chunk, and the parity of its use.
-template <int kStages>
 struct Place {
+  int const num_stages;
   int stage, phase = 0;
 
   DEVICE void advance(int by) {
-    if ((stage += by) >= kStages) stage -= kStages, phase ^= 1;
+    if ((stage += by) >= num_stages) stage -= num_stages, phase ^= 1;
   }
 };
 
 template <bool kFloat8, int kPieces>
 __global__ void __launch_bounds__(kMultiplying + kCopying, 1) multiply_rows(Params const __grid_constant__ params) {
-  using S = Stage<kPieces>;
-  constexpr int kStages = S::kStages, kSums = S::kAtOnce * 8;
+  using L = Layout<kPieces>;
+  constexpr int kSums = L::kAtOnce * 8;
   extern __shared__ __align__(1024) unsigned char memory[];
-  __shared__ uint64_t full[kStages], empty[kStages];
+  __shared__ uint64_t full[kMostStages], empty[kMostStages];
   __shared__ float scales[kFloat8 ? kMostScales : 1];  // (tiles, 2, chunks)
   int const thread = threadIdx.x % kThreads, lane = thread % 32, group = __shfl_sync(~0u, threadIdx.x / kThreads, 0);  // known to be uniform
   int const num_chunks = params.num_chunks, first = int(blockIdx.y) * num_chunks, step = int(gridDim.x);
+  int const num_stages = params.num_stages, stage_bytes = params.stage_bytes;
+  float* const x_scales = as<float>(memory + num_stages * stage_bytes);
   if (threadIdx.x == kMultiplying) {
-    for (int i = 0; i < kStages; ++i) cute::initialize_barrier(full[i], kCopying / 32), cute::initialize_barrier(empty[i], kThreads / 32);
+    for (int i = 0; i < num_stages; ++i) cute::initialize_barrier(full[i], kCopying / 32), cute::initialize_barrier(empty[i], kThreads / 32);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
@@ -118,26 +120,27 @@ __global__ void __launch_bounds__(kMultiplying + kCopying, 1) multiply_rows(Para
     if (lane > 0) return;
     bool const is_weights = thread == 0;
     int const scale_bytes = kFloat8 ? (params.num_tokens + 3) / 4 * 16 : 0;
-    uint32_t const num_bytes = is_weights ? S::kAtTokens : (params.num_tokens + 7) / 8 * 8 * kChunk + scale_bytes;
+    uint32_t const num_bytes = is_weights ? L::kWeightBytes : stage_bytes - L::kWeightBytes + scale_bytes;
     if (!is_weights) cute::prefetch_tma_descriptor(&params.x), wait_for_preceding_kernel();
-    Place<kStages> place{0};
+    Place place{num_stages, 0};
     int copied = 0;
     for (int tile = blockIdx.x; tile < params.num_tiles; tile += step)
       for (int chunk = first; chunk < first + num_chunks; ++chunk, place.advance(1)) {
-        if (++copied > kStages) cute::wait_barrier(empty[place.stage], place.phase ^ 1);
+        if (++copied > num_stages) cute::wait_barrier(empty[place.stage], place.phase ^ 1);
         uint64_t* const barrier = &full[place.stage];
-        unsigned char* const to = memory + place.stage * S::kBytes;
+        unsigned char* const to = memory + place.stage * stage_bytes;
         cute::set_barrier_transaction_bytes(*barrier, num_bytes);
         if (is_weights) {
           auto const once = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);
           cute::SM90_TMA_LOAD_4D::copy(&params.weight, barrier, once, to, chunk * kChunk, 0, 0, tile * kPieces);
         } else {
           auto const often = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-          cute::SM90_TMA_LOAD_2D::copy(&params.x, barrier, often, to + S::kAtTokens, chunk * kChunk, 0);
+          cute::SM90_TMA_LOAD_2D::copy(&params.x, barrier, often, to + L::kWeightBytes, chunk * kChunk, 0);
           float const* const of_chunk = params.x_scales + int64_t(chunk) * params.x_stride;
-          if (kFloat8) cute::SM90_BULK_COPY_G2S::copy(of_chunk, barrier, to + S::kAtScales, scale_bytes);
+          if (kFloat8) cute::SM90_BULK_COPY_G2S::copy(of_chunk, barrier, x_scales + place.stage * kTokens, scale_bytes);
         }
       }
+    if (is_weights) launch_dependents();  // earlier, blocks of the next kernel share the few idle multiprocessors
     return;
   }
   auto wait_for_groups = [] { asm volatile("bar.sync 1, %0;" ::"n"(kMultiplying) : "memory"); };
@@ -149,9 +152,9 @@ __global__ void __launch_bounds__(kMultiplying + kCopying, 1) multiply_rows(Para
     wait_for_groups();
   }
   int const token = thread / 32 * 16 + lane / 4;  // of results
-  float* const parts = as<float>(memory + kStages * S::kBytes);
+  float* const parts = x_scales + num_stages * kTokens;
   float const* row_scales = scales;
-  Place<kStages> place{group};
+  Place place{num_stages, group};
   for (int tile = blockIdx.x, done = 0; tile < params.num_tiles; tile += step, done += num_chunks, row_scales += 2 * num_chunks) {
     int const first_row = tile * kPieces * kRows;
     float totals[kSums] = {}, sums[2][kFloat8 ? kSums : 1], x_scale[2][2], row_scale[2][2];
@@ -162,22 +165,22 @@ __global__ void __launch_bounds__(kMultiplying + kCopying, 1) multiply_rows(Para
       }
     };
     auto release_last = [&] {
-      if (lane == 0) cute::arrive_barrier(empty[place.stage < kGroups ? place.stage + kStages - kGroups : place.stage - kGroups]);
+      if (lane == 0) cute::arrive_barrier(empty[place.stage < kGroups ? place.stage + num_stages - kGroups : place.stage - kGroups]);
     };
     // Multiplies a chunk, the group's even or odd one, and completes the last one.
     auto multiply = [&](int chunk, auto of_turn, auto has_last) {
       constexpr int turn = of_turn();
       cute::wait_barrier(full[place.stage], place.phase);
-      unsigned char const* const at = memory + place.stage * S::kBytes;
+      unsigned char const* const at = memory + place.stage * stage_bytes;
       if constexpr (kFloat8) {
-        multiply_chunk<true, S::kAtOnce>(sums[turn], matrix_at(at + S::kAtTokens), matrix_at(at));
+        multiply_chunk<true, L::kAtOnce>(sums[turn], matrix_at(at + L::kWeightBytes), matrix_at(at));
         UNROLL for (int i = 0; i < 2; ++i) {
-          x_scale[turn][i] = as<float>(at + S::kAtScales)[token + i * 8];
+          x_scale[turn][i] = x_scales[place.stage * kTokens + token + i * 8];
           row_scale[turn][i] = row_scales[i * num_chunks + chunk];
         }
         if constexpr (has_last()) wait_for_products<1>(sums[1 - turn]), add_scaled(1 - turn);
       } else {
-        multiply_chunk<false, S::kAtOnce>(totals, matrix_at(at + S::kAtTokens), matrix_at(at));
+        multiply_chunk<false, L::kAtOnce>(totals, matrix_at(at + L::kWeightBytes), matrix_at(at));
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
       }
       if (has_last()) release_last();
@@ -205,14 +208,15 @@ __global__ void __launch_bounds__(kMultiplying + kCopying, 1) multiply_rows(Para
         multiply(chunk, even, std::true_type());
       }
     }
-    if (tile + step >= params.num_tiles) launch_dependents();  // earlier, blocks of the next kernel share the few idle multiprocessors
     // Each group adds the other group's sums to half of the pieces and stores them.
     auto part = [&](int piece, int j) -> float& { return parts[(piece * 8 + j) * kThreads + thread]; };
+    bool const is_stored = thread / 32 * 16 < params.num_tokens;
     wait_for_groups();
     UNROLL for (int piece = 0; piece < kPieces; ++piece)
       UNROLL for (int j = 0; j < 8; ++j)
-        if (piece % kGroups != group) part(piece, j) = totals[piece * 8 + j];
+        if (piece % kGroups != group && is_stored) part(piece, j) = totals[piece * 8 + j];
     wait_for_groups();
+    if (!is_stored) continue;
     UNROLL for (int piece = 0; piece < kPieces; ++piece) {
       int const row = params.is_gated ? first_row / 2 + piece * kHalf : first_row + piece * kRows;
       if (piece % kGroups != group || row >= params.num_out) continue;
@@ -247,7 +251,7 @@ CUtensorMap map_of(void const* values, std::array<int64_t, kDims> shape, std::ar
 
 template <bool kFloat8, int kPieces>
 void launch(Params& params, View weight, void const* values, int num_splits) {
-  using S = Stage<kPieces>;
+  using L = Layout<kPieces>;
   int64_t const rows = weight.size(0), width = weight.size(1) * (kFloat8 ? 1 : sizeof(BFloat16));
   int64_t const half = params.is_gated ? rows / 2 : kHalf, piece = params.is_gated ? kHalf : kRows;  // distances in rows
   params.weight = map_of<4>(values, {width, kHalf, 2, rows / kRows}, {1, width, half * width, piece * width}, {kChunk, kHalf, 2, kPieces});
@@ -255,7 +259,10 @@ void launch(Params& params, View weight, void const* values, int num_splits) {
   dim3 const grid(std::min(params.num_tiles, num_multiprocessors(weight.device()) / num_splits), num_splits);
   int const num_scales = (params.num_tiles + int(grid.x) - 1) / int(grid.x) * 2 * params.num_chunks;
   TVM_FFI_ICHECK(!kFloat8 || num_scales <= kMostScales) << "few_rows: a matrix with too many scales";
-  launch_early(multiply_rows<kFloat8, kPieces>, params, grid, kMultiplying + kCopying, S::kStages * S::kBytes + S::kParts, weight.device());
+  params.stage_bytes = L::kWeightBytes + (params.num_tokens + 7) / 8 * 8 * kChunk;
+  int const with_scales = params.stage_bytes + L::kScaleBytes;
+  params.num_stages = std::min(kMostStages, (kMemory - L::kParts) / with_scales) / kGroups * kGroups;  // each is of one group
+  launch_early(multiply_rows<kFloat8, kPieces>, params, grid, kMultiplying + kCopying, params.num_stages * with_scales + L::kParts, weight.device());
 }
 
 template <bool kFloat8>
