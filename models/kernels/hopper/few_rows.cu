@@ -31,6 +31,7 @@ constexpr int kChunk = 128;  // bytes of a row of shared memory; rows or columns
 constexpr int kGroups = 2, kThreads = 128, kMultiplying = kGroups * kThreads, kCopying = 64;  // threads
 constexpr int kMostScales = 1024;  // of W that a block needs; the published sizes need up to 400
 constexpr int kMemory = 216 << 10, kMostStages = 16;  // bytes; the rest of a multiprocessor is for blocks of other kernels
+constexpr int kMostEarly = 16;  // tokens; a norm of more, begun earlier, would have its blocks on the few idle multiprocessors
 
 struct Params {
   CUtensorMap x, weight;  // (T, width), and (pieces, 2, 8, width) bytes
@@ -140,7 +141,7 @@ __global__ void __launch_bounds__(kMultiplying + kCopying, 1) multiply_rows(Para
           if (kFloat8) cute::SM90_BULK_COPY_G2S::copy(of_chunk, barrier, x_scales + place.stage * kTokens, scale_bytes);
         }
       }
-    if (is_weights) launch_dependents();  // earlier, blocks of the next kernel share the few idle multiprocessors
+    if (is_weights && params.num_tokens <= kMostEarly) launch_dependents();
     return;
   }
   auto wait_for_groups = [] { asm volatile("bar.sync 1, %0;" ::"n"(kMultiplying) : "memory"); };
@@ -208,6 +209,7 @@ __global__ void __launch_bounds__(kMultiplying + kCopying, 1) multiply_rows(Para
         multiply(chunk, even, std::true_type());
       }
     }
+    if (tile + step >= params.num_tiles) launch_dependents();
     // Each group adds the other group's sums to half of the pieces and stores them.
     auto part = [&](int piece, int j) -> float& { return parts[(piece * 8 + j) * kThreads + thread]; };
     bool const is_stored = thread / 32 * 16 < params.num_tokens;
