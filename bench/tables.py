@@ -79,14 +79,18 @@ def against(model: str, loads: Sequence[tuple[str, str, str]] = LOADS[:NUM_BOUND
     origin, found = of_one_commit(f"h200/{model}") if (RESULTS / f"h200/{model}.json").exists() else ("", dict[str, list[Run]]())
     times = cells_of_probe(f"h200/{model}", found)
     rows = []
+
+    def figure_of(other: dict[str, Any], value: float | None, run: str = "") -> str:
+        is_unknown = other.get("routing") == "unknown" and value is not None and run != "one"
+        return figure(value) + " ?" * is_unknown
+
     for count, (cell, bound) in times.items():
-        figures = [figure(other["ttft_ms"]["720p"].get(str(count))) for other in theirs]
+        figures = [figure_of(other, other["ttft_ms"]["720p"].get(str(count))) for other in theirs]
         rows.append([f"time to first token, {count} x 720p, ms", f"**{cell}**", bound, *figures])
     for label, run, field in loads:
         cell, bound = cell_of_load(f"h200/{model}", found, run, field)
-        marks = [" ?" if other.get("routing") == "unknown" and run in ("text", "image") else "" for other in theirs]
-        figures = [figure(other["loads"].get(run, {}).get(field)) for other in theirs]
-        rows.append([label, f"**{cell}**", bound, *(each + mark * (each != "-") for each, mark in zip(figures, marks, strict=True))])
+        figures = [figure_of(other, other["loads"].get(run, {}).get(field), run) for other in theirs]
+        rows.append([label, f"**{cell}**", bound, *figures])
     header = ["", "this engine", "bound", *(other["name"] for other in theirs)]
     return table(header, rows) + (f"\n\nThis engine: commit {origin}." if origin else "")
 
