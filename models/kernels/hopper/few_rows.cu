@@ -8,6 +8,7 @@
 //
 // They run while the sums of the last chunk are scaled (float8). If gated, a piece has 8 rows of the gate, then the same 8 of the up projection,
 // whose sums the same threads have. Rows of shared memory have the 128-byte swizzle. Results of missing tokens are not stored.
+// Products also read what follows the tokens, and their sums are not used.
 //
 // Compiled with `-Xptxas -v` it must have no message C7510 or C7514 (serialized products), which a call or a divergent loop would cause.
 
@@ -31,7 +32,7 @@ constexpr int kChunk = 128;  // bytes of a row of shared memory; rows or columns
 constexpr int kGroups = 2, kThreads = 128, kMultiplying = kGroups * kThreads, kCopying = 64;  // threads
 constexpr int kMostScales = 1024;  // of W that a block needs; the published sizes need up to 400
 constexpr int kMemory = 216 << 10, kMostStages = 16;  // bytes; the rest of a multiprocessor is for blocks of other kernels
-constexpr int kMostEarly = 16;  // tokens; a norm of more, begun earlier, would have its blocks on the few idle multiprocessors
+constexpr int kMostEarly = 16;  // tokens; with more, an early start of the next kernel made the products of a layer slower
 
 struct Params {
   CUtensorMap x, weight;  // (T, width), and (pieces, 2, 8, width) bytes
@@ -39,7 +40,7 @@ struct Params {
   float const* scales;  // (num_scales, stride)
   void* out;  // (splits, T, num_out) in float32 or bfloat16
   int num_tokens, num_out, num_tiles, num_chunks;  // chunks of a split
-  int num_stages, stage_bytes;  // a stage: a chunk of the rows of W, then of the tokens, padded to a multiple of 8
+  int num_stages, stage_bytes;  // a stage: a chunk of the rows of W, then of the tokens
   int x_stride, num_scales, stride;
   bool is_float, is_gated;
 };
@@ -83,11 +84,14 @@ DEVICE uint64_t matrix_at(unsigned char const* place) {
   return shared_address(place) >> 4 | uint64_t(1) << 16 | uint64_t(8 * kChunk >> 4) << 32 | uint64_t(1) << 62;
 }
 
+// Tokens that are copied: whole patterns of the swizzle.
+constexpr int padded(int num_tokens) { return (num_tokens + 7) / 8 * 8; }
+
 // Shared memory of a block: stages, then their tokens' scales, then sums that a group adds to the other one's.
 template <int kPieces>
 struct Layout {
   static constexpr int kWeightBytes = kPieces * kRows * kChunk, kScaleBytes = kTokens * int(sizeof(float));  // of a stage
-  static constexpr int kParts = std::max(kPieces * 8 * kThreads * int(sizeof(float)), kTokens * kChunk);  // products read past the tokens
+  static constexpr int kParts = std::max(kPieces * 8 * kThreads * int(sizeof(float)), kTokens * kChunk);  // the latter is read as missing tokens
   static constexpr int kAtOnce = kPieces == 3 ? 4 : kPieces == 5 ? 6 : kPieces;  // pieces of an instruction, the last one without use
 };
 
@@ -141,7 +145,7 @@ __global__ void __launch_bounds__(kMultiplying + kCopying, 1) multiply_rows(Para
           if (kFloat8) cute::SM90_BULK_COPY_G2S::copy(of_chunk, barrier, x_scales + place.stage * kTokens, scale_bytes);
         }
       }
-    if (is_weights && params.num_tokens <= kMostEarly) launch_dependents();
+    if (is_weights && params.num_tokens <= kMostEarly) start();  // when all weights are asked for; a next kernel relies on the preceding one's end
     return;
   }
   auto wait_for_groups = [] { asm volatile("bar.sync 1, %0;" ::"n"(kMultiplying) : "memory"); };
@@ -212,13 +216,11 @@ __global__ void __launch_bounds__(kMultiplying + kCopying, 1) multiply_rows(Para
     if (tile + step >= params.num_tiles) launch_dependents();
     // Each group adds the other group's sums to half of the pieces and stores them.
     auto part = [&](int piece, int j) -> float& { return parts[(piece * 8 + j) * kThreads + thread]; };
-    bool const is_stored = thread / 32 * 16 < params.num_tokens;
     wait_for_groups();
     UNROLL for (int piece = 0; piece < kPieces; ++piece)
       UNROLL for (int j = 0; j < 8; ++j)
-        if (piece % kGroups != group && is_stored) part(piece, j) = totals[piece * 8 + j];
+        if (piece % kGroups != group) part(piece, j) = totals[piece * 8 + j];
     wait_for_groups();
-    if (!is_stored) continue;
     UNROLL for (int piece = 0; piece < kPieces; ++piece) {
       int const row = params.is_gated ? first_row / 2 + piece * kHalf : first_row + piece * kRows;
       if (piece % kGroups != group || row >= params.num_out) continue;
@@ -261,7 +263,7 @@ void launch(Params& params, View weight, void const* values, int num_splits) {
   dim3 const grid(std::min(params.num_tiles, num_multiprocessors(weight.device()) / num_splits), num_splits);
   int const num_scales = (params.num_tiles + int(grid.x) - 1) / int(grid.x) * 2 * params.num_chunks;
   TVM_FFI_ICHECK(!kFloat8 || num_scales <= kMostScales) << "few_rows: a matrix with too many scales";
-  params.stage_bytes = L::kWeightBytes + (params.num_tokens + 7) / 8 * 8 * kChunk;
+  params.stage_bytes = L::kWeightBytes + padded(params.num_tokens) * kChunk;
   int const with_scales = params.stage_bytes + L::kScaleBytes;
   params.num_stages = std::min(kMostStages, (kMemory - L::kParts) / with_scales) / kGroups * kGroups;  // each is of one group
   launch_early(multiply_rows<kFloat8, kPieces>, params, grid, kMultiplying + kCopying, params.num_stages * with_scales + L::kParts, weight.device());
@@ -298,7 +300,7 @@ void run(View x, Optional x_scales, View weight, Optional scales, View out, bool
     params.x_stride = int((*x_scales).stride(1)), params.num_scales = int((*scales).size(0)), params.stride = int((*scales).size(1));
     TVM_FFI_ICHECK((*x_scales).stride(0) == 1 && params.x_stride % 4 == 0 && params.num_scales * kChunk == params.num_out);
   }
-  params.x = map_of<2>(bytes(x), {width, params.num_tokens}, {1, width}, {kChunk, (params.num_tokens + 7) / 8 * 8});
+  params.x = map_of<2>(bytes(x), {width, params.num_tokens}, {1, width}, {kChunk, padded(params.num_tokens)});
   (is_float8 ? launch_fastest<true> : launch_fastest<false>)(params, weight, bytes(weight), num_splits);
 }
 
