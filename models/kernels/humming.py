@@ -17,6 +17,7 @@ from models.kernels.triton.moe import Room, weighted_sum
 from models.kernels.triton.products import TritonProducts, triton_products
 from models.kernels.triton.routing import SortedChoices, route, sort
 from models.kernels.triton.text import swiglu
+from models.weights.float8 import GroupScaled
 from models.weights.low_bit import LowBit
 from models.weights.matrix import Stored
 
@@ -132,10 +133,11 @@ class Humming(TritonProducts[Any]):
         return product.float() if out_TN is None else out_TN.copy_(product)
 
     def sparse_swiglu(
-        self, x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None, room: Room
-    ) -> torch.Tensor:
-        choices, down = route(logits_TE, experts, valid_T, counted=True), triton_products(experts.down)
-        assert isinstance(down, Humming)
+        self, x_TD: torch.Tensor | GroupScaled, logits_STE: torch.Tensor, counts_E: torch.Tensor, experts: Experts,
+        valid_T: torch.Tensor | None, room: Room,
+    ) -> torch.Tensor:  # fmt: skip
+        choices, down = route(logits_STE, experts, valid_T, counts_E=counts_E), triton_products(experts.down)
+        assert isinstance(down, Humming) and isinstance(x_TD, torch.Tensor)
         num_choices = choices.experts_TK.numel()
         kernel, kernel_down = self._kernel_for(num_choices), down._kernel_for(num_choices)
         blocks = sort(choices, kernel.rows, is_filled=True)

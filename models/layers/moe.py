@@ -15,7 +15,7 @@ from models.layers.linear import FusedColumnParallelLinear, RowParallelLinear, S
 from models.weights.matrix import Matrix, Stored, storage_of
 
 ALL = slice(None)
-ALIGNED = 8  # rows of a matrix whose products are aligned to 16 bytes
+ALIGNED = 16  # rows of a matrix that has a kernel for few tokens
 
 
 class MLP(nn.Module):

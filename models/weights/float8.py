@@ -118,13 +118,15 @@ class GroupScaled(Rounded):
         return cls(padded, torch.empty((width // BLOCK, num_rows), device=device).t(), num_tokens)
 
     @classmethod
+    def like(cls, x_TK: torch.Tensor) -> "GroupScaled":
+        return cls.empty(len(x_TK), x_TK.shape[1], x_TK.device)
+
+    @classmethod
     def quantized(cls, x_TK: torch.Tensor) -> "GroupScaled":
         """Quantize so that each group's largest value becomes LARGEST."""
-        num_tokens, width = x_TK.shape
-        made = cls.empty(num_tokens, width, x_TK.device)
-        groups = x_TK.float().unflatten(1, (-1, BLOCK))
+        made, groups = cls.like(x_TK), x_TK.float().unflatten(1, (-1, BLOCK))
         scales = (groups.abs().amax(2) / LARGEST).clamp_(min=LEAST_SCALE)
-        made.scales[:num_tokens].copy_(scales)
+        made.scales[: len(made)].copy_(scales)
         made.values.copy_((groups / scales[:, :, None]).flatten(1))
         return made
 

@@ -7,8 +7,9 @@ import torch
 from models.kernels.heads import Heads, hopper_takes
 from models.kernels.hopper.attention import eager_attention, fixed_attention_factory
 from models.kernels.hopper.compile import NO_HEADS, load_kernels
+from models.kernels.hopper.few_rows import HopperOps
 from models.kernels.hopper.varlen_attention import HopperVarlen
-from models.kernels.ops import FLOAT8, KVPool
+from models.kernels.ops import FLOAT8, KVPool, Ops
 from models.kernels.paged import EagerAttention, MakeFixed
 from models.kernels.triton.backend import PortableBackend
 from models.kernels.varlen import VarlenAttention
@@ -27,6 +28,7 @@ class HopperBackend(PortableBackend):
     """See `Backend`."""
 
     name = "hopper"
+    ops: Ops = HopperOps()
 
     def load(self, heads: Heads, vision_head_dim: int) -> None:
         load_kernels(heads.dim if hopper_takes(heads) else NO_HEADS, vision_head_dim)

@@ -7,11 +7,13 @@ import torch
 from models.kernels.hopper.compile import NO_HEADS, load_kernel
 from models.kernels.stream import Activation, Residual, Rounded, RowClass
 from models.kernels.triton.activations import values_of
+from models.kernels.triton.ops import TritonOps
 from models.kernels.triton.plain import TritonPlain
 from models.weights.float8 import BlockScaled, GroupScaled
 from models.weights.plain import Plain
 
 PARTS = 2  # split-K partial sums of a product that is added to the residual
+ROUTER_PARTS = 8  # of a mixture's router
 LEAST_ROWS = 1024  # cuBLAS is faster with fewer, which occupy few multiprocessors
 ROWS, CHUNK = 16, 128  # the kernel multiplies multiples of so many rows and bytes of columns
 
@@ -34,6 +36,18 @@ def add(residual: Residual, x_TK: torch.Tensor | GroupScaled, weight_NK: Plain |
     num_rows, width = weight_NK.shape
     num_parts = math.gcd(PARTS, width * weight_NK.values.itemsize // CHUNK)
     residual.add_(multiply(x_TK, weight_NK, residual.room(num_parts, len(x_TK), num_rows, dtype=torch.float32)))
+
+
+class HopperOps(TritonOps):
+    """See `TritonOps`."""
+
+    def _logits(self, x_TD: torch.Tensor, router_ED: torch.Tensor, rows: RowClass) -> torch.Tensor:
+        (num_experts, width), num_tokens = router_ED.shape, len(x_TD)
+        num_chunks, rest = divmod(width * x_TD.itemsize, CHUNK)
+        if rows > RowClass.FEW or num_experts % ROWS or rest:
+            return super()._logits(x_TD, router_ED, rows)
+        out_STE = x_TD.new_empty((math.gcd(ROUTER_PARTS, num_chunks), num_tokens, num_experts), dtype=torch.float32)
+        return multiply(x_TD, Plain(router_ED), out_STE)
 
 
 class HopperPlain(TritonPlain):

@@ -26,16 +26,24 @@ def single_of(x_TX: Activation, rows: RowClass) -> tuple[torch.Tensor, Norm | No
 def values_of(x_TX: Activation, is_early: bool = False) -> torch.Tensor:
     """`is_early`: see `rms_norm`."""
     if isinstance(x_TX, Normed):
-        return rms_norm(x_TX, torch.empty_like(x_TX.stream_TD), is_early)
+        rms_norm(x_TX, values_TD := torch.empty_like(x_TX.stream_TD), is_early=is_early)
+        return values_TD
     assert isinstance(x_TX, torch.Tensor)
     return x_TX
+
+
+def inputs_of_experts(x_TD: Normed, is_rounded: bool, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | GroupScaled]:
+    """Return values, and these or float8 values; clear `counts`, see `rms_norm`."""
+    values_TD, made = torch.empty_like(x_TD.stream_TD), GroupScaled.like(x_TD.stream_TD) if is_rounded else None
+    rms_norm(x_TD, values_TD, made, counts, is_early=True)
+    return values_TD, values_TD if made is None else made
 
 
 def rounded(x_TX: Activation, is_early: bool = False) -> GroupScaled:
     """Return float8 values. `is_early`: see `rms_norm`."""
     if isinstance(x_TX, Normed):
-        stream_TD = x_TX.stream_TD
-        return rms_norm(x_TX, GroupScaled.empty(len(stream_TD), stream_TD.shape[1], stream_TD.device), is_early)
+        rms_norm(x_TX, None, made := GroupScaled.like(x_TX.stream_TD), is_early=is_early)
+        return made
     if isinstance(x_TX, torch.Tensor):
         return quantized(x_TX, is_early)
     assert isinstance(x_TX, GroupScaled)

@@ -29,11 +29,11 @@ class PortableBackend:
     """See `Backend`."""
 
     name = "portable"
+    ops: Ops = TritonOps()
     captures_graphs = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.ops: Ops = TritonOps()
         self.transfers: Transfers = TritonTransfers(device)
         self._capability = torch.cuda.get_device_capability(device)
 

@@ -8,15 +8,13 @@ from triton.language import constexpr, tensor
 
 from models.kernels.stream import Activation, Residual, RowClass
 from models.kernels.triton.activations import rounded
-from models.kernels.triton.launch import await_previous_kernel, cdiv, kernel, num_multiprocessors, power_of_2
+from models.kernels.triton.launch import await_previous_kernel, cdiv, kernel, power_of_2
 from models.kernels.triton.moe import Room
 from models.kernels.triton.products import TritonProducts
 from models.kernels.triton.text import quantized, swiglu_quantized
 from models.weights.float8 import BLOCK, BlockScaled, GroupScaled
 
 ROWS, STAGES = 64, 4  # matrix rows per program
-LARGE_ROWS, LARGE_STAGES, LARGE_TOKENS = 128, 3, 32  # for up to so many tokens if a multiprocessor had more than RESIDENT programs
-RESIDENT = 3
 LEAST_TOKENS, MOST_TOKENS = 16, 128  # tokens of a program's tile
 SPLITS, WARPS = 4, 4
 
@@ -65,13 +63,11 @@ def _launch(x_TK: GroupScaled, weight_NK: BlockScaled, out_STN: torch.Tensor) ->
     num_parts, num_tokens, rows = out_STN.shape
     assert num_tokens and rows % ROWS == 0
     tokens = min(MOST_TOKENS, max(LEAST_TOKENS, power_of_2(num_tokens)))
-    is_large = tokens <= LARGE_TOKENS and not rows % LARGE_ROWS and rows // ROWS > RESIDENT * num_multiprocessors(out_STN.device)
-    rows_each, stages = (LARGE_ROWS, LARGE_STAGES) if is_large else (ROWS, STAGES)
     scales = weight_NK.padded_scales
-    _multiply[(rows // rows_each, num_parts, cdiv(num_tokens, tokens))](
+    _multiply[(rows // ROWS, num_parts, cdiv(num_tokens, tokens))](
         x_TK.padded, x_TK.scales, weight_NK.values, scales, out_STN, num_tokens, len(x_TK.padded),
         OUT=rows, WIDTH=x_TK.padded.shape[1], PADDED=scales.shape[1], BLOCKS=x_TK.padded.shape[1] // BLOCK // num_parts,
-        ROWS=rows_each, TOKENS=tokens, STAGES=stages, num_warps=WARPS,
+        ROWS=ROWS, TOKENS=tokens, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import torch
 
 from models.kernels.ops import Experts
 from models.kernels.stream import Normed, Residual, RowClass
-from models.kernels.triton.activations import single_of, values_of
+from models.kernels.triton.activations import inputs_of_experts, single_of, values_of
 from models.kernels.triton.delta import delta_rule
 from models.kernels.triton.gemv import gemv
 from models.kernels.triton.pixels import resample, resample_to_patches_
@@ -13,6 +13,7 @@ from models.kernels.triton.products import triton_products
 from models.kernels.triton.routing import route
 from models.kernels.triton.text import gate, norm_rope_store, rotary_rows
 from models.kernels.triton.tower import layer_norm
+from models.weights.float8 import BlockScaled
 from models.weights.plain import Plain
 
 
@@ -34,23 +35,26 @@ class TritonOps:
         self, x_TD: Normed, experts: Experts, rows: RowClass, valid_T: torch.Tensor | None, residual: Residual | None = None
     ) -> torch.Tensor | None:
         """Compute `sparse_swiglu`; return None if a single token's sum was added to `residual`."""
-        if (single := single_of(x_TD, rows)) is not None:
-            stream_1D, norm = single
-            values_TD, logits_TE = torch.empty_like(stream_1D), stream_1D.new_empty((1, len(experts.router_ED)))
-            gemv(stream_1D, experts.router_ED, logits_TE, norm, normed_1D=values_TD)
-        else:
-            values_TD = values_of(x_TD)
-            logits_TE = TritonPlain(Plain(experts.router_ED)).product(values_TD, rows)
         products, down = triton_products(experts.gate_up), triton_products(experts.down)
-        if rows != RowClass.SINGLE or experts.num_given > min(products.max_chosen, down.max_chosen):
-            room = values_TD.new_empty if residual is None else residual.room
-            return products.sparse_swiglu(values_TD, logits_TE, experts, valid_T, room)
-        choices = route(logits_TE, experts, valid_T)
-        chosen_K, weights_K = choices.experts_TK[0], choices.weights_TK[0]
-        inner_KI = products.expert_swiglu(values_TD, chosen_K)
-        out_1D = torch.empty_like(values_TD) if residual is None else residual.sum_TD
-        down.expert_sum(inner_KI, chosen_K, weights_K, out_1D, adds=residual is not None)
-        return out_1D[None] if residual is None else None
+        has_gemv = experts.num_given <= min(products.max_chosen, down.max_chosen)
+        if has_gemv and (single := single_of(x_TD, rows)) is not None:
+            stream_1D, norm = single
+            x_1D, logits_11E = torch.empty_like(stream_1D), stream_1D.new_empty((1, 1, len(experts.router_ED)))
+            gemv(stream_1D, experts.router_ED, logits_11E[0], norm, normed_1D=x_1D)
+            choices = route(logits_11E, experts, valid_T)
+            chosen_K, weights_K = choices.experts_TK[0], choices.weights_TK[0]
+            inner_KI = products.expert_swiglu(x_1D, chosen_K)
+            out_1D = torch.empty_like(x_1D) if residual is None else residual.sum_TD
+            down.expert_sum(inner_KI, chosen_K, weights_K, out_1D, adds=residual is not None)
+            return out_1D[None] if residual is None else None
+        counts_E = x_TD.stream_TD.new_empty(experts.count, dtype=torch.int32)
+        values_TD, inputs = inputs_of_experts(x_TD, isinstance(products.matrix, BlockScaled), counts_E)
+        logits_STE, room = self._logits(values_TD, experts.router_ED, rows), values_TD.new_empty if residual is None else residual.room
+        return products.sparse_swiglu(inputs, logits_STE, counts_E, experts, valid_T, room)
+
+    def _logits(self, x_TD: torch.Tensor, router_ED: torch.Tensor, rows: RowClass) -> torch.Tensor:
+        """Return the router's logits (S, T, E), or partial sums in float32."""
+        return TritonPlain(Plain(router_ED)).product(x_TD, rows)[None]
 
     gate_ = staticmethod(gate)
 

@@ -11,6 +11,7 @@ from models.kernels.triton.activations import single_of
 from models.kernels.triton.gemv import Norm
 from models.kernels.triton.moe import Room, sparse_swiglu
 from models.kernels.triton.text import swiglu
+from models.weights.float8 import GroupScaled
 from models.weights.matrix import Matrix, Products
 
 S = TypeVar("S")
@@ -66,10 +67,11 @@ class TritonProducts(Products[S]):
         raise NotImplementedError
 
     def sparse_swiglu(
-        self, x_TD: torch.Tensor, logits_TE: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None, room: Room
-    ) -> torch.Tensor:
-        """Return (S, T, D) in `room`, see `Ops`, for `experts.gate_up` of these products."""
-        return sparse_swiglu(x_TD, logits_TE, experts, valid_T, room)
+        self, x_TD: torch.Tensor | GroupScaled, logits_STE: torch.Tensor, counts_E: torch.Tensor, experts: Experts,
+        valid_T: torch.Tensor | None, room: Room,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return (S, T, D) in `room`, see `Ops`, for `experts.gate_up` of these products. Logits and counts: see `route`."""
+        return sparse_swiglu(x_TD, logits_STE, counts_E, experts, valid_T, room)
 
 
 def triton_products(matrix: Matrix) -> TritonProducts[Any]:

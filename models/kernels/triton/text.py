@@ -1,7 +1,6 @@
 """Memory-bound Triton kernels of the decoder."""
 
 import math
-from typing import TypeVar
 
 import torch
 import triton
@@ -40,16 +39,20 @@ def _store(
 
 @kernel(do_not_specialize=["scale_stride"])
 def _rms_norm(
-    x: tensor, weight: tensor, addends: tensor, out: tensor, scales: tensor, eps: tensor, addend_size: tensor, scale_stride: tensor,
-    ADDENDS: constexpr, SCALED: constexpr, WIDTH: constexpr, BLOCK: constexpr, EARLY: constexpr, OVERLAP: constexpr,
+    x: tensor, weight: tensor, addends: tensor, out: tensor, rounded: tensor, scales: tensor, scale_stride: tensor, eps: tensor,
+    addend_size: tensor, counts: tensor, ADDENDS: constexpr, PLAIN: constexpr, SCALED: constexpr, WIDTH: constexpr, BLOCK: constexpr,
+    COUNTS: constexpr, EARLY: constexpr, OVERLAP: constexpr,
 ) -> None:  # fmt: skip
-    """One program: one token after adding ADDENDS values."""
+    """One program: one token after adding ADDENDS values. The first one clears COUNTS counts."""
     start_next_kernel(OVERLAP, EARLY)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    place = tl.program_id(0).to(tl.int64) * WIDTH + column
+    token = tl.program_id(0).to(tl.int64)
+    place = token * WIDTH + column
     scale = floats(weight + column, inside)
     await_previous_kernel(OVERLAP)
+    if COUNTS and token == 0:
+        tl.store(counts + column, tl.zeros((BLOCK,), tl.int32), column < COUNTS)
     value = floats(x + place, inside)
     if ADDENDS > 0:
         for part in tl.static_range(ADDENDS):
@@ -58,9 +61,10 @@ def _rms_norm(
         tl.store(x + place, whole, inside)
         value = whole.to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * scale
+    if PLAIN:
+        _store(value, out, scales, token, 0, scale_stride, False, WIDTH, BLOCK)
     if SCALED:
-        value = value.to(x.dtype.element_ty).to(tl.float32)
-    _store(value, out, scales, tl.program_id(0).to(tl.int64), 0, scale_stride, SCALED, WIDTH, BLOCK)
+        _store(value.to(x.dtype.element_ty).to(tl.float32), rounded, scales, token, 0, scale_stride, True, WIDTH, BLOCK)
 
 
 @kernel(do_not_specialize=["scale_stride"])
@@ -188,44 +192,43 @@ def _gate(x: tensor, gate: tensor, stride: tensor, WIDTH: constexpr, GROUP: cons
     tl.store(x + token * WIDTH + column, value.to(x.dtype.element_ty), inside)
 
 
-Out = TypeVar("Out", torch.Tensor, GroupScaled)
-
-
-def _parts(out: torch.Tensor | GroupScaled) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Return values, scales, and whether there are scales."""
-    return (out.padded, out.scales, True) if isinstance(out, GroupScaled) else (out, out, False)
-
-
-def rms_norm(normed: Normed, out: Out, is_early: bool = False) -> Out:
-    """Write the values of a norm to `out`, and its stream if there are parts. `is_early`, here and below: the next kernel has something to
-    do before it waits for this one."""
+def rms_norm(
+    normed: Normed, out_TD: torch.Tensor | None, rounded: GroupScaled | None = None, counts: torch.Tensor | None = None,
+    is_early: bool = False,
+) -> None:  # fmt: skip
+    """Write a norm to `out_TD` and `rounded`, whichever are given, its stream if there are parts, and zeros to up to D `counts`.
+    `is_early`, here and below: the next kernel has something to do before it waits for this one."""
     x_TD, parts_STD = normed.stream_TD, normed.parts_STD
     num_addends, addends = (0, x_TD) if parts_STD is None else (len(parts_STD), parts_STD)
     assert x_TD.is_contiguous() and addends.is_contiguous() and addends.shape[-2:] == x_TD.shape
-    (num_tokens, width), (values, scales, is_scaled) = x_TD.shape, _parts(out)
+    (num_tokens, width), room = x_TD.shape, (None, None, 0) if rounded is None else (rounded.padded, rounded.scales, len(rounded.padded))
+    assert counts is None or len(counts) <= width
     if num_tokens:
         _rms_norm[(num_tokens,)](
-            x_TD, normed.weight_D, addends, values, scales, normed.eps, x_TD.numel(), len(values),
-            ADDENDS=num_addends, SCALED=is_scaled, WIDTH=width, BLOCK=power_of_2(width), EARLY=is_early, num_warps=NORM_WARPS,
+            x_TD, normed.weight_D, addends, out_TD, *room, normed.eps, x_TD.numel(), counts,
+            ADDENDS=num_addends, PLAIN=out_TD is not None, SCALED=rounded is not None, WIDTH=width, BLOCK=power_of_2(width),
+            COUNTS=0 if counts is None else len(counts), EARLY=is_early, num_warps=NORM_WARPS,
         )  # fmt: skip
-    return out
 
 
 def swiglu(gate_up_TX: torch.Tensor) -> torch.Tensor:
-    return _launch_swiglu(gate_up_TX, gate_up_TX.new_empty((len(gate_up_TX), gate_up_TX.shape[1] // 2)), False)
+    out_TI = gate_up_TX.new_empty((len(gate_up_TX), gate_up_TX.shape[1] // 2))
+    _launch_swiglu(gate_up_TX, out_TI, None)
+    return out_TI
 
 
 def swiglu_quantized(gate_up_TX: torch.Tensor, is_early: bool = False) -> GroupScaled:
-    return _launch_swiglu(gate_up_TX, GroupScaled.empty(len(gate_up_TX), gate_up_TX.shape[1] // 2, gate_up_TX.device), is_early)
+    made = GroupScaled.empty(len(gate_up_TX), gate_up_TX.shape[1] // 2, gate_up_TX.device)
+    _launch_swiglu(gate_up_TX, made.padded, made.scales, is_early)
+    return made
 
 
-def _launch_swiglu(gate_up_TX: torch.Tensor, out: Out, is_early: bool) -> Out:
+def _launch_swiglu(gate_up_TX: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None, is_early: bool = False) -> None:
     assert gate_up_TX.is_contiguous()
-    (values, scales, is_scaled), width = _parts(out), gate_up_TX.shape[1] // 2
-    _swiglu[(len(gate_up_TX) * cdiv(width, SWIGLU_BLOCK),)](
-        gate_up_TX, values, scales, len(values), SCALED=is_scaled, WIDTH=width, BLOCK=SWIGLU_BLOCK, EARLY=is_early
+    num_tokens, width = len(gate_up_TX), gate_up_TX.shape[1] // 2
+    _swiglu[(num_tokens * cdiv(width, SWIGLU_BLOCK),)](
+        gate_up_TX, out, scales, len(out), SCALED=scales is not None, WIDTH=width, BLOCK=SWIGLU_BLOCK, EARLY=is_early
     )
-    return out
 
 
 def gate(x_TX: torch.Tensor, gate_TG: torch.Tensor) -> None:
@@ -240,8 +243,7 @@ def gate(x_TX: torch.Tensor, gate_TG: torch.Tensor) -> None:
 def quantized(x_TD: torch.Tensor, is_early: bool = False) -> GroupScaled:
     """Implement `GroupScaled.quantized` for at least one token."""
     assert x_TD.is_contiguous()
-    num_tokens, width = x_TD.shape
-    out = GroupScaled.empty(num_tokens, width, x_TD.device)
+    (num_tokens, width), out = x_TD.shape, GroupScaled.like(x_TD)
     _quantize[(num_tokens,)](
         x_TD, out.padded, out.scales, len(out.padded), WIDTH=width, BLOCK=power_of_2(width), EARLY=is_early, num_warps=NORM_WARPS
     )

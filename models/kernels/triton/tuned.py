@@ -90,8 +90,6 @@ class ExpertTiles:
     stages: int
 
 
-FEW_CHOICES = 128  # experts times tokens: with more, choices are sorted before they are multiplied
-
 # 128 experts of 768 values, 8 for a token.
 ANY = 1 << 30
 EXPERT_TILES = {  # by whether there is little shared memory, as above, and whether matrices are float8
@@ -113,7 +111,11 @@ EXPERT_TILES = {  # by whether there is little shared memory, as above, and whet
     (True, True): (ExpertTiles(128, 16, 128, 128, 4, 3), ExpertTiles(ANY, 64, 128, 128, 4, 3)),
 }
 
+FEW_GATED = ExpertTiles(208, 16, 64, 256, 4, 3)  # gated products in float8 with much shared memory
 
-def expert_tiles(num_tokens: int, is_float8: bool, capability: tuple[int, int]) -> ExpertTiles:
+
+def expert_tiles(num_tokens: int, is_float8: bool, capability: tuple[int, int], is_gated: bool) -> ExpertTiles:
     is_small = ATTENTION.get(capability, SMALL) is SMALL
+    if is_gated and is_float8 and not is_small and num_tokens <= FEW_GATED.num_tokens:
+        return FEW_GATED
     return next(tiles for tiles in EXPERT_TILES[is_small, is_float8] if num_tokens <= tiles.num_tokens)

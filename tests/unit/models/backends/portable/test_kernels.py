@@ -134,10 +134,14 @@ def test_what_is_rounded_to_float8(num_tokens: int, width: int) -> None:
     x[0, :128] = 0
     gate, up = torch.randn((2, num_tokens, width))
     addends = torch.randn((2, num_tokens, width))
-    normed, added = rms_norm(x + addends.sum(0), weight, 1e-3), x.clone()
+    normed, added, again = rms_norm(x + addends.sum(0), weight, 1e-3), x.clone(), x.clone()
+    values, both = activations.inputs_of_experts(Normed(again, addends, weight, 1e-3), True, counts := torch.ones(9, dtype=torch.int32))
+    assert isinstance(both, GroupScaled) and not counts.any()
+    torch.testing.assert_close(values, normed, rtol=1e-5, atol=1e-5)
     for ours, expected in (
         (text.quantized(x), x),
         (activations.rounded(Normed(added, addends, weight, 1e-3)), normed),
+        (both, normed),
         (text.swiglu_quantized(torch.cat((gate, up), 1)), torch.nn.functional.silu(gate) * up),
     ):
         theirs = GroupScaled.quantized(expected)

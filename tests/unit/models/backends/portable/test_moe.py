@@ -15,14 +15,15 @@ from models.weights.matrix import Matrix
 from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 
 NUM_EXPERTS, CHOSEN = 8, 2
-MANY = 24  # choices; with more they are sorted
+MANY = 12  # tokens; choices of more are sorted
 
 
 @pytest.fixture
 def _few_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    from models.kernels.triton import moe
+    from models.kernels.triton import moe, routing
 
-    monkeypatch.setattr(moe, "FEW_CHOICES", MANY)
+    for module in (moe, routing):
+        monkeypatch.setattr(module, "MOST_LISTED", MANY)
 
 
 @pytest.fixture
@@ -50,7 +51,9 @@ def make_experts(width: int, inner: int, is_float8: bool = False, has_shared: bo
 def ours(x_TD: torch.Tensor, experts: Experts, valid_T: torch.Tensor | None) -> torch.Tensor:
     from models.kernels.triton.products import triton_products
 
-    return triton_products(experts.gate_up).sparse_swiglu(x_TD, x_TD @ experts.router_ED.t(), experts, valid_T, x_TD.new_empty)
+    logits_1TE = x_TD[None] @ experts.router_ED.t()
+    counts = torch.zeros(experts.count, dtype=torch.int32)
+    return triton_products(experts.gate_up).sparse_swiglu(x_TD, logits_1TE, counts, experts, valid_T, x_TD.new_empty)
 
 
 def evenly(x_TD: torch.Tensor, experts: Experts) -> None:
@@ -126,9 +129,9 @@ def test_a_single_token(width: int, inner: int, chosen: int, has_shared: bool) -
 @pytest.mark.usefixtures("_few_is_little", "_poisoned")
 @pytest.mark.parametrize(("num_tokens", "has_shared"), [(1, False), pytest.param(5, True, marks=in_gate), (40, True)])
 def test_float8(num_tokens: int, has_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from models.kernels.triton import moe
+    from models.kernels.triton import activations
 
-    monkeypatch.setattr(moe, "quantized", GroupScaled.quantized)  # the interpreter, not a GPU, loses a carry when it rounds
+    monkeypatch.setattr(activations, "quantized", lambda x, _: GroupScaled.quantized(x))  # the interpreter loses a carry
     torch.manual_seed(num_tokens)
     experts = make_experts(256, 128, True, has_shared)
     x = torch.randn(num_tokens, 256) * torch.logspace(-2, 2, 256)

@@ -127,7 +127,8 @@ def launch_tower() -> None:
 def launch_float8() -> None:
     from models.kernels.triton import activations, float8, text
 
-    activations.rounded(Normed(bf16(2, 4096), None, bf16(4096), 1e-6))
+    activations.rounded(norm := Normed(bf16(2, 4096), None, bf16(4096), 1e-6))
+    activations.inputs_of_experts(norm, True, torch.zeros(128, dtype=torch.int32))
     text.swiglu_quantized(bf16(2, 24_576))
     text.quantized(bf16(2, 4096))
     for num_tokens, rows in ((1, 128), (1, 256), (100, 256), (1000, 256)):
@@ -149,12 +150,13 @@ def launch_experts(capability: int, is_float8: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe, "capability_of", lambda _: (capability // 10, capability % 10))
         experts = Experts(bf16(128, 512), matrix(128 * 2 * 768, 512), matrix(128 * 512, 768), 0, 128, 128, 8)
-        gate_up, down = triton_products(experts.gate_up), triton_products(experts.down)
-        for num_tokens in (8, 100, 300, 1000, 2000):  # few choices, then each of the tiles
+        gate_up, down, counts = triton_products(experts.gate_up), triton_products(experts.down), torch.zeros(128, dtype=torch.int32)
+        for num_tokens in (8, 30, 100, 300, 1000, 2000):  # a program per choice, per expert, then each of the tiles
             real = torch.ones(num_tokens, dtype=torch.bool) if num_tokens == 1000 else None
-            gate_up.sparse_swiglu(bf16(num_tokens, 512), bf16(num_tokens, 128), experts, real, bf16)
-        routing.route(bf16(1, 136), replace(experts, has_shared=True), None)
-        choices = routing.route(bf16(1, 128), experts, None)
+            gate_up.sparse_swiglu(bf16(num_tokens, 512), bf16(1, num_tokens, 128), counts, experts, real, bf16)
+        routing.route(bf16(1, 1, 144), replace(experts, has_shared=True), None)
+        routing.route(torch.zeros(8, 1, 128), experts, None)
+        choices = routing.route(bf16(1, 1, 128), experts, None)
         if not is_float8:
             inner = gate_up.expert_swiglu(bf16(1, 512), choices.experts_TK[0])
             down.expert_sum(inner, choices.experts_TK[0], choices.weights_TK[0], bf16(1, 512), adds=True)
@@ -167,7 +169,7 @@ def launch_low_bit() -> None:
 
     nothing = Matrix.of(bf16(1, 2048), "portable")
     stacked = Experts(bf16(128, 2048), nothing, nothing, 0, 128, 128, 8)
-    choices = routing.route(bf16(64, 128), stacked, None, counted=True)
+    choices = routing.route(bf16(1, 64, 128), stacked, None, counts_E=torch.zeros(128, dtype=torch.int32))
     routing.sort(choices, 24, is_filled=True)
     moe.weighted_sum(bf16(64 * 8, 2048), choices.experts_TK, choices.weights_TK, bf16(64, 2048), adds=False)
 
