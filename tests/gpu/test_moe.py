@@ -29,7 +29,7 @@ def make_experts(backend: str, is_float8: bool, width: int = 2048, inner: int = 
         return torch.randn((rows, columns), generator=generator, dtype=torch.bfloat16, device=DEVICE) * columns**-0.5
 
     count, chosen = 128 + has_shared, (128, 8, has_shared)
-    router, gate_up, down = normal(128 + 8 * has_shared, width), normal(count * 2 * inner, width), normal(count * width, inner)
+    router, gate_up, down = normal(128 + 16 * has_shared, width), normal(count * 2 * inner, width), normal(count * width, inner)
     matrices = [Matrix.of(matrix, backend, "float8" if is_float8 else "plain", count) for matrix in (gate_up, down)]
     return Experts(router, *matrices, 0, count, *chosen)
 
@@ -38,16 +38,19 @@ def make_experts(backend: str, is_float8: bool, width: int = 2048, inner: int = 
 @pytest.mark.parametrize(
     ("width", "inner", "has_shared"), [(2048, 768, False), (2048, 384, False), (4096, 1536, False), (4096, 384, False), (2048, 512, True)]
 )
-def test_a_single_token_equals_the_reference(backend: Backend, width: int, inner: int, has_shared: bool, is_float8: bool) -> None:
+@pytest.mark.parametrize("num_tokens", [1, 4, 40])
+def test_few_tokens_equal_the_reference(
+    backend: Backend, num_tokens: int, width: int, inner: int, has_shared: bool, is_float8: bool
+) -> None:
     experts, generator = make_experts(backend.name, is_float8, width, inner, has_shared), torch.Generator(DEVICE).manual_seed(0)
-    ops, norm = backend.ops, torch.ones(width, dtype=torch.bfloat16, device=DEVICE)
+    ops, norm, rows = backend.ops, torch.ones(width, dtype=torch.bfloat16, device=DEVICE), RowClass.of(num_tokens)
     for turn in range(8):
-        x, stream = torch.randn((2, 1, width), generator=generator, dtype=torch.bfloat16, device=DEVICE)
+        x, stream = torch.randn((2, num_tokens, width), generator=generator, dtype=torch.bfloat16, device=DEVICE)
         mine = replace(experts, first=8 * turn)  # some of the chosen ones are another rank's, but in the first turn
         normed, added = Residual(x).normed(norm, 1e-6), Residual(stream.clone())
         expected = torch_sparse_swiglu(TorchOps().norm(normed), mine, None).sum(0)
-        found, again = (ops.sparse_swiglu(normed, mine, RowClass.SINGLE, None).sum(0) for _ in range(2))
+        found, again = (ops.sparse_swiglu(normed, mine, rows, None).sum(0) for _ in range(2))
         assert found.equal(again) and median(found, expected) < (4e-2 if is_float8 else 1e-2)
-        ops.add_experts_(added, normed, mine, RowClass.SINGLE, None)
+        ops.add_experts_(added, normed, mine, rows, None)
         ops.norm(added.normed(norm, 1e-6))
         assert median(added.sum_TD, stream.float() + found.float()) < 5e-3
