@@ -141,7 +141,6 @@ def wire() -> Iterator[Wire]:
 
 
 def test_only_images_that_overlap_the_chunk_are_encoded(wire: Wire) -> None:
-    """Red if a step encodes an image that its chunk does not touch, or leaves out one that it does."""
     plans = wire.ask(1, *(f"overlap {i}".encode() for i in range(8)))
     starts = [3 + i * (IMAGE_TOKENS + 2) for i in range(8)]
     done = 0
@@ -155,7 +154,6 @@ def test_only_images_that_overlap_the_chunk_are_encoded(wire: Wire) -> None:
 
 
 def test_the_image_cache_is_an_lru_by_hash(wire: Wire) -> None:
-    """Red if a cached image is encoded again, or if a full cache evicts another image than the least recently used one."""
 
     def encoded(rid: int, *hashes: bytes) -> int:
         return sum(len(plan["encodes"]) for plan in wire.ask(rid, *hashes))
@@ -169,7 +167,6 @@ def test_the_image_cache_is_an_lru_by_hash(wire: Wire) -> None:
 
 
 def test_plans_carry_pointers_and_no_pixels(wire: Wire) -> None:
-    """Red if a plan holds bytes of an image: it names regions of shared memory."""
     plans = wire.ask(20, *(f"pointers {i}".encode() for i in range(4)))
     sources = [encode["source"] for plan in plans for encode in plan["encodes"]]
     assert len(sources) == 4 and all(source[1][0] == 1 and source[1][2] == PIXELS for source in sources), "arena, offset, length"
@@ -187,13 +184,11 @@ def flat(value: Any) -> Iterator[Any]:
 
 
 def test_all_ranks_receive_identical_plans(wire: Wire) -> None:
-    """Red if ranks are sent different bytes."""
     wire.ask(30, b"identical")
     assert len(wire.plans) > 1 and all(len(set(step)) == 1 for step in wire.plans)
 
 
 def test_the_chat_api_answers(demo: Engine) -> None:
-    """Red if a question about an image gets a wrong answer, or another answer as a stream."""
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(NUMBER.read_bytes()).decode()}}
     content = [part, text_part("What number is in picture 1?")]
     answer = demo.chat(content).json()
@@ -204,7 +199,6 @@ def test_the_chat_api_answers(demo: Engine) -> None:
 
 
 def test_an_image_of_two_requests_is_encoded_once(demo: Engine) -> None:
-    """Red if the hash of an image does not identify it, or if it covers less than the image."""
     first, other = (image_part(picture(seed, 120, 120)) for seed in (900, 901))
     counts = []
     for salt, part in (("a", first), ("b", first), ("c", other)):
@@ -228,7 +222,6 @@ def test_chunked_prefill_equals_unchunked(demo: Engine, chunked: Engine) -> None
 
 
 def test_the_multi_image_probe_runs(demo: Engine, tmp_path: Path) -> None:
-    """Red if the probe of many images in one request fails or writes no times."""
     file = tmp_path / "probe.json"
     flags = ["--url", demo.url, "--resolutions", "small", "--counts", "1,4", "--repeats", "1", "--json", str(file)]
     run = subprocess.run([sys.executable, "-m", "bench.probe", *flags], cwd=ROOT, capture_output=True, text=True, check=False)

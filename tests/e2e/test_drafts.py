@@ -67,7 +67,6 @@ def test_answers_are_those_without_drafts(demo: Engine, drafting: Engine) -> Non
 
 
 def test_a_head_of_another_checkpoint_changes_no_answer(demo: Engine, tmp_path: Path) -> None:
-    """Red if ranks verify different draft tokens, or load other parts of the head than they need."""
     Eagle3(AutoConfig.from_pretrained(CHECKPOINT).text_config, is_nested=False).save(tmp_path / "head")
     with serve(CHECKPOINT, "--tp", "2", "--draft", "eagle3", "--draft-model", str(tmp_path / "head")) as drafting:
         for _ in range(2):

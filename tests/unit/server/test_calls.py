@@ -109,7 +109,6 @@ def test_a_cut_call_shows_its_raw_text() -> None:
 
 
 def test_values_in_xml_are_json() -> None:
-    """Red if arguments contain `Infinity`, which no JSON parser of a client must accept."""
     for value, expected in (("NaN", "NaN"), ("-Infinity", "-Infinity"), ('[1, "a"]', [1, "a"]), ("1" * 31, int("1" * 31)), ("1e999", "")):
         text = f"<tool_call><function=f><parameter=x>{value}</parameter></function></tool_call>"
         arguments = calls_text(CallSplitter({}, False).push(text)[1])

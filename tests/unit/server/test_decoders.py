@@ -118,7 +118,6 @@ def make() -> RegionAllocator:
 
 @virtual
 async def test_pixels_wait_for_memory_in_order() -> None:
-    """Red if a small request overtakes a large one for ever, or if inputs take the memory of pixels."""
     allocator = make()
     with pytest.raises(ArenaTooSmall):
         await allocator.reserve(SIZE // 2 + 1)

@@ -32,7 +32,6 @@ def content(files: list[bytes]) -> list[dict[str, object]]:
 
 
 def test_a_client_that_leaves_while_files_are_decoded(stack: Stack) -> None:
-    """Red if regions are given back while a guest writes to them, twice, or never (fixture)."""
     for is_decoded in (False, True):
         stack.scheduler.wants, stack.script = False, hold_silently
         stack.scheduler.pixels.clear()

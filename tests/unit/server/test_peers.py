@@ -77,7 +77,6 @@ def test_errors_that_help(stack: Stack) -> None:
 
 
 def test_variables_of_the_template(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if one that the template does not use is refused."""
     assert stack.chat("x", chat_template_kwargs={"frobnicate": [{"a": "<|im_end|>"}], "add_generation_prompt": False}).status_code == 200
     assert tokenizer.decode(stack.prompt(), skip_special_tokens=False).endswith("<|im_start|>assistant\n")
 

@@ -54,7 +54,6 @@ def test_images_by_reference_by_text_and_by_url() -> None:
 
 
 def test_a_history_with_thoughts_and_calls() -> None:
-    """Red if items of one turn are several messages, or those of several turns one."""
     thoughts = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
     other = {**CALL, "call_id": "c2"}
     results = [
@@ -122,7 +121,6 @@ def document(events: list[Event]) -> dict[str, Any]:
 
 
 def test_events_of_a_stream() -> None:
-    """Red if items overlap, or if deltas, the last event and the document differ."""
     found = streamed(EVENTS)
     kinds = [(event["type"].removeprefix("response."), event.get("output_index")) for event in found]
     text = ["output_item.added", "content_part.added"], ["content_part.done", "output_item.done"]

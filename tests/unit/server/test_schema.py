@@ -155,7 +155,6 @@ def test_defaults_come_from_the_checkpoint() -> None:
 
 
 def test_every_sampling_parameter_has_limits_and_reaches_the_sampler() -> None:
-    """Red if a field of the table is read and then dropped, or if a value beyond its limits is accepted."""
     values = {"logit_bias": {"7": -100, "8": 0.5}, "stop_token_ids": [3, 4], "allowed_token_ids": [5], "ignore_eos": True}
     for name, parameter in PARAMETERS.items():
         value = values.get(name, ["x"] if name == "bad_words" else 1 if parameter.default in (None, 0) else 0.5)
@@ -227,7 +226,6 @@ def test_an_error_says_its_kind() -> None:
 
 
 def test_one_table_of_efforts() -> None:
-    """Red if the three dialects differ, or if an effort outweighs a more specific field."""
     for effort, thinks in EFFORTS.items():
         assert parse(reasoning_effort=effort, verbosity="low").template_kwargs == {"enable_thinking": thinks}
     assert parse(reasoning_effort="high", enable_thinking=False).template_kwargs == {"enable_thinking": False}

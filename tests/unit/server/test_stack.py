@@ -53,7 +53,6 @@ def test_openai_python_reads_a_stream(stack: Stack, client: openai.OpenAI, token
 
 
 def test_a_stream_without_options(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if usage comes unasked, or if tokens that arrive together are merged into one chunk."""
     ids = ids_of(tokenizer, "several tokens of one step")
     stack.script = answer_ids(ids, step=4)
     response = stack.chat("x", stream=True)
@@ -75,7 +74,6 @@ def test_continuous_usage_and_timings(stack: Stack, tokenizer: Tokenizer) -> Non
 
 
 def test_a_stop_string_ends_the_request(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if the scheduler is left working, or is told to abort what it has finished itself."""
     stack.script = answer_ids(ids_of(tokenizer, "text END"), reason="length")
     choice = stack.chat("x", stop="END").json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"], stack.scheduler.aborted) == ("text ", "stop", [])

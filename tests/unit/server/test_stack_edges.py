@@ -233,7 +233,6 @@ def test_an_exception_ends_its_request_only(
 
 
 def test_large_prompts_wait_for_each_other(stack: Stack) -> None:
-    """Red if a prompt whose turn is yet to come is lost when clients ahead of it have left."""
     text = "word " * 100_000
     for client in [sent(stack, text_body(text)) for _ in range(4)]:
         client.close()

@@ -87,7 +87,6 @@ async def test_what_an_edit_list_leaves(loading: Loading) -> None:
 
 
 async def test_pairs_are_decoded_on_demand(loading: Loading) -> None:
-    """Red if pairs of one clip are not the same whichever of them are decoded, or if other frames or sizes are the same pair."""
     data = b64(encode(frames_of(20)))
     video = await loading.load_video(data)
     pixels, hashes = loading.pairs_of(video), video.hashes
