@@ -93,7 +93,7 @@ def test_models(stack: Stack) -> None:
 
 
 def test_tokens(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Red if what is counted is not what a request would be, or if counting leaves anything behind (fixture)."""
+    """Red if what is counted is not what a request would be, or anything is left behind (fixture)."""
     content = [image(uri(PLAIN["4:2:0"])), {"type": "text", "text": "Grüße"}]
     assert stack.chat(content).status_code == 200
     prompt, num_requests = stack.prompt(), len(stack.scheduler.requests)

@@ -38,6 +38,8 @@ def test_few_tokens_take_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
     given = torch.empty((5, 1024), dtype=torch.bfloat16)
     assert ours.product(x, RowClass.FEW, given) is given and given.equal(pairs[1][0])
+    parts, router = few_rows.HopperOps()._logits(x, weight[:32], RowClass.FEW), weight[:32].float()
+    torch.testing.assert_close(parts.sum(0), x.float() @ router.t(), rtol=1e-2, atol=1e-2)
     half = torch.bfloat16
     assert calls == [
         (False, few_rows.PARTS, torch.float32),
@@ -45,6 +47,7 @@ def test_few_tokens_take_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         (True, 1, half),
         (False, 1, torch.float32),
         (False, 1, half),
+        (False, 2, torch.float32),
     ]
 
 

@@ -15,7 +15,7 @@ from models.weights.matrix import Matrix
 from tests.unit.models.backends.portable.interpreter import in_gate, interpreted
 
 NUM_EXPERTS, CHOSEN = 8, 2
-MANY = 12  # tokens; choices of more are sorted
+MANY = 12  # tokens; more are sorted
 
 
 @pytest.fixture

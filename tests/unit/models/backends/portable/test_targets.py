@@ -151,7 +151,7 @@ def launch_experts(capability: int, is_float8: bool) -> None:
         patch.setattr(moe, "capability_of", lambda _: (capability // 10, capability % 10))
         experts = Experts(bf16(128, 512), matrix(128 * 2 * 768, 512), matrix(128 * 512, 768), 0, 128, 128, 8)
         gate_up, down, counts = triton_products(experts.gate_up), triton_products(experts.down), torch.zeros(128, dtype=torch.int32)
-        for num_tokens in (8, 30, 100, 300, 1000, 2000):  # a program per choice, per expert, then each of the tiles
+        for num_tokens in (8, 30, 100, 300, 1000, 2000):  # per choice, per expert, each of the tiles
             real = torch.ones(num_tokens, dtype=torch.bool) if num_tokens == 1000 else None
             gate_up.sparse_swiglu(bf16(num_tokens, 512), bf16(1, num_tokens, 128), counts, experts, real, bf16)
         routing.route(bf16(1, 1, 144), replace(experts, has_shared=True), None)
