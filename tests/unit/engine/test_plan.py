@@ -92,7 +92,7 @@ def test_advice_fits_the_cause() -> None:
 
 
 def test_weights_are_counted_as_they_lie() -> None:
-    """Red if a large matrix is forgotten or counted twice. Drafts have an output matrix in float8."""
+    """Drafts have an output matrix in float8."""
     from models.scaffold.weights import tensor_shapes
 
     for size in ("2B", "30B-A3B", "3.5-2B", "3.5-35B-A3B", "3.5-27B with head"):

@@ -131,7 +131,6 @@ def test_the_other_notation() -> None:
 
 
 def test_what_needs_no_grammar() -> None:
-    """Red if every request with tools waits for a compilation."""
     assert answer_grammar(None, LOOSE, options(), "") is None
     assert answer_grammar(None, [], options("none"), "") is None
     assert answer_grammar(Grammar("regex", "a"), TOOLS, options("none"), "") == Grammar("regex", "a")
